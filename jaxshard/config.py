@@ -1,0 +1,258 @@
+"""What a run is: frozen dataclasses, validated once, read everywhere, and free of jax.
+
+The doc string under a field is its help text on the command line. Every field is read by something;
+`tests/test_config.py` holds that.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxshard.errors import InputError
+
+
+def _require(ok: bool, name: str, value: object, must: str) -> None:
+    if not ok:
+        raise InputError(f"{name} is {value!r}: it must be {must}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a preset, single fields, or a preset with some fields replaced."""
+
+    preset: str | None = None
+    """Named size; `jaxshard inspect --presets` lists them. Fields given beside it replace its own."""
+    family: Literal["gpt2", "llama"] | None = None
+    """gpt2: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, rotary positions, SwiGLU."""
+    vocab_size: int | None = None
+    """Number of token ids; by default the preset's, or the tokenizer's."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    n_layers: int | None = None
+    """Number of transformer blocks."""
+    n_heads: int | None = None
+    """Number of query heads."""
+    n_kv_heads: int | None = None
+    """Number of key and value heads (fewer than n_heads: grouped-query attention)."""
+    head_dim: int | None = None
+    """Width of one head; by default d_model / n_heads."""
+    d_ff: int | None = None
+    """Width of the hidden layer of the MLP."""
+    max_seq_len: int | None = None
+    """Longest sequence; gpt2 has one learned position vector for each."""
+    tie_embeddings: bool | None = None
+    """Use the token embedding as the output head too."""
+    norm_eps: float | None = None
+    """Epsilon of LayerNorm or RMSNorm."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies (llama)."""
+    rope_scaling: Literal["none", "linear", "llama3"] | None = None
+    """How rotary frequencies are stretched for long contexts (llama)."""
+    rope_factor: float | None = None
+    """Stretch factor of rope_scaling."""
+    rope_low_freq_factor: float | None = None
+    """rope_scaling llama3: wavelengths above original length / this are stretched in full."""
+    rope_high_freq_factor: float | None = None
+    """rope_scaling llama3: wavelengths below original length / this stay as they are."""
+    rope_original_max: int | None = None
+    """rope_scaling llama3: context length that the model was trained with first."""
+    dropout: float = 0.0
+    """Probability of dropping an element after the embedding, attention and MLP."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel; auto takes cudnn on GPUs with 16-bit precision, and xla elsewhere."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"model.{name}", value, "a positive whole number")
+        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"model.{name}", value, "positive")
+        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text and how it becomes token sequences."""
+
+    path: str = "stdlib"
+    """A .txt, .jsonl, .parquet or tokenised .bin file, a folder of text files, or stdlib: the Python sources of the
+    running interpreter's standard library."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json."""
+    text_field: str = "text"
+    """Field that holds the text in .jsonl and .parquet files."""
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Integer type of a tokenised .bin file."""
+    seq_len: int = 256
+    """Tokens in one sequence."""
+    pack: bool = True
+    """Put several documents into one sequence (they do not see each other); otherwise one document a row, padded."""
+    eval_fraction: float = 0.05
+    """Share of the documents held out for evaluation."""
+
+    def __post_init__(self):
+        _require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive whole number")
+        _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """Optimizer."""
+    lr: float = 1e-3
+    """Peak learning rate, reached at update warmup_steps."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """What follows the warm-up; wsd is constant and then linear over the last decay_fraction of the steps."""
+    warmup_steps: int = 10
+    """Updates over which the learning rate rises linearly; the first update uses lr / warmup_steps."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the end as a fraction of lr (cosine, linear, wsd)."""
+    decay_fraction: float = 0.2
+    """wsd: share of all steps over which the learning rate falls."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, applied to matrices and embeddings, never to norms and biases."""
+    beta1: float = 0.9
+    """Decay of the first moment (momentum for sgd and muon)."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self):
+        _require(self.lr > 0, "optim.lr", self.lr, "positive")
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        _require(0 <= self.final_lr_fraction <= 1, "optim.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
+        _require(0 <= self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in [0, 1]")
+        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
+        _require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "in [0, 1)")
+        _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
+        _require(self.eps > 0, "optim.eps", self.eps, "positive")
+        _require(self.clip >= 0, "optim.clip", self.clip, "0 (off) or positive")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training step and the run's length."""
+
+    steps: int = 200
+    """Optimizer updates in the whole run."""
+    stop_after: int | None = None
+    """End this run after so many updates in all; schedules are still laid out for `steps`."""
+    global_batch: int = 16
+    """Sequences per update, over all devices and accumulation steps."""
+    accumulation: int = 1
+    """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
+    seed: int = 0
+    """Seed of parameters, dropout and data order."""
+    precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] = "fp32"
+    """Type of parameters and arithmetic. bf16 and fp16 keep fp32 masters and moments; pure-bf16 keeps neither."""
+    remat: str = "none"
+    """What the backward pass recomputes: none, dots (keep matmul outputs), full, offload (keep them in host memory),
+    or names:a,b,... (keep these named activations)."""
+    sequence_parallel: bool = False
+    """Split norms and the residual stream over the model axis along the sequence."""
+    loss_chunk: int = 512
+    """Positions of a sequence whose logits exist at the same time."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser, which keeps logits from drifting."""
+    loss_scale: float = 65536.0
+    """fp16: first loss scale; halved when gradients overflow, doubled after loss_scale_interval good updates."""
+    loss_scale_interval: int = 1000
+    """fp16: good updates in a row before the loss scale doubles."""
+    max_skips: int = 20
+    """Skipped updates in a row (overflow, NaN) after which the run stops."""
+    allow_replicated: tuple[str, ...] = ()
+    """Parameter paths that may stay replicated although --zero asks to shard them."""
+
+    def __post_init__(self):
+        _require(self.steps >= 0, "train.steps", self.steps, "0 or more")
+        _require(self.stop_after is None or self.stop_after >= 0, "train.stop_after", self.stop_after, "0 or more")
+        _require(self.global_batch > 0, "train.global_batch", self.global_batch, "a positive whole number")
+        _require(self.accumulation > 0, "train.accumulation", self.accumulation, "a positive whole number")
+        _require(self.loss_chunk > 0, "train.loss_chunk", self.loss_chunk, "a positive whole number")
+        _require(self.z_loss >= 0, "train.z_loss", self.z_loss, "0 or more")
+        _require(self.loss_scale >= 1, "train.loss_scale", self.loss_scale, "1 or more")
+        _require(self.loss_scale_interval > 0, "train.loss_scale_interval", self.loss_scale_interval, "positive")
+        _require(self.max_skips > 0, "train.max_skips", self.max_skips, "positive")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved."""
+
+    every: int = 100
+    """Updates between checkpoints; 0 saves at the end only."""
+    keep: int = 3
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self):
+        _require(self.every >= 0, "checkpoint.every", self.every, "0 (at the end only) or positive")
+        _require(self.keep > 0, "checkpoint.keep", self.keep, "a positive whole number")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is reported while training."""
+
+    every: int = 10
+    """Updates between logged lines."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    wandb: str | None = None
+    """Project name: also log to Weights & Biases (needs the package wandb)."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last update of a profiler trace, written to <output>/profile."""
+
+    def __post_init__(self):
+        _require(self.every > 0, "log.every", self.every, "a positive whole number")
+        if self.profile_steps is not None:
+            first, last = self.profile_steps
+            _require(
+                1 <= first <= last, "log.profile_steps", self.profile_steps, "[first, last] with 1 <= first <= last"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on the held-out documents."""
+
+    every: int = 100
+    """Updates between evaluations; 0 evaluates at the end only."""
+    batches: int = 0
+    """Evaluation batches; 0 takes the whole held-out set."""
+
+    def __post_init__(self):
+        _require(self.every >= 0, "eval.every", self.every, "0 (at the end only) or positive")
+        _require(self.batches >= 0, "eval.batches", self.batches, "0 (all) or positive")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on."""
+
+    mesh: str | None = None
+    """Devices per axis, such as dp=4,tp=2 (axes: replica, pp or stage, dp or data, tp or model); one may be -1.
+    By default all devices are on dp."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    output: str | None = None
+    """Folder of the run; by default runs/<config name>."""
+    devices: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """Kind of device to run on."""
+    fake_devices: int | None = None
+    """Number of faked CPU devices; by default the mesh's product when there is no accelerator."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self):
+        _require(self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
+        _require(self.fake_devices is None or self.fake_devices > 0, "fake_devices", self.fake_devices, "positive")
