@@ -4,6 +4,7 @@ The doc string under a field is its help text on the command line. Every field i
 `tests/test_config.py` holds that.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,15 @@ from jaxshard.errors import InputError
 def _require(ok: bool, name: str, value: object, must: str) -> None:
     if not ok:
         raise InputError(f"{name} is {value!r}: it must be {must}")
+
+
+def _positive(value: float | None) -> bool:
+    """True for a positive finite number; None stands for a default that is filled in later."""
+    return value is None or 0 < value < math.inf
+
+
+def _not_negative(value: float | None) -> bool:
+    return value is None or 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -63,10 +73,10 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"model.{name}", value, "a positive whole number")
+            _require(_positive(value), f"model.{name}", value, "a positive whole number")
         for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"model.{name}", value, "positive")
+            _require(_positive(value), f"model.{name}", value, "positive")
         _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
 
 
@@ -78,7 +88,8 @@ class DataConfig:
     """A .txt, .jsonl, .parquet or tokenised .bin file, a folder of text files, or stdlib: the Python sources of the
     running interpreter's standard library."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json."""
+    """bytes, the path of a Hugging Face tokenizer.json, or, for a .bin file without one, ids or ids:EOD with the id
+    that ends its documents."""
     text_field: str = "text"
     """Field that holds the text in .jsonl and .parquet files."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -91,7 +102,7 @@ class DataConfig:
     """Share of the documents held out for evaluation."""
 
     def __post_init__(self):
-        _require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive whole number")
+        _require(_positive(self.seq_len), "data.seq_len", self.seq_len, "a positive whole number")
         _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in [0, 1)")
 
 
@@ -123,15 +134,15 @@ class OptimConfig:
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self):
-        _require(self.lr > 0, "optim.lr", self.lr, "positive")
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        _require(_positive(self.lr), "optim.lr", self.lr, "positive")
+        _require(_not_negative(self.warmup_steps), "optim.warmup_steps", self.warmup_steps, "0 or more")
         _require(0 <= self.final_lr_fraction <= 1, "optim.final_lr_fraction", self.final_lr_fraction, "in [0, 1]")
         _require(0 <= self.decay_fraction <= 1, "optim.decay_fraction", self.decay_fraction, "in [0, 1]")
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
+        _require(_not_negative(self.weight_decay), "optim.weight_decay", self.weight_decay, "0 or more")
         _require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "in [0, 1)")
         _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
-        _require(self.eps > 0, "optim.eps", self.eps, "positive")
-        _require(self.clip >= 0, "optim.clip", self.clip, "0 (off) or positive")
+        _require(_positive(self.eps), "optim.eps", self.eps, "positive")
+        _require(_not_negative(self.clip), "optim.clip", self.clip, "0 (off) or positive")
 
 
 @dataclass(frozen=True)
@@ -148,8 +159,9 @@ class TrainConfig:
     """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
     seed: int = 0
     """Seed of parameters, dropout and data order."""
-    precision: Literal["fp32", "bf16", "fp16", "pure-bf16"] = "fp32"
-    """Type of parameters and arithmetic. bf16 and fp16 keep fp32 masters and moments; pure-bf16 keeps neither."""
+    precision: Literal["fp32", "bf16", "fp16", "pure-bf16", "fp64"] = "fp32"
+    """Type of parameters and arithmetic. bf16 and fp16 keep fp32 masters and moments; pure-bf16 keeps
+    neither. fp64 is for comparisons."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keep matmul outputs), full, offload (keep them in host memory),
     or names:a,b,... (keep these named activations)."""
@@ -169,15 +181,15 @@ class TrainConfig:
     """Parameter paths that may stay replicated although --zero asks to shard them."""
 
     def __post_init__(self):
-        _require(self.steps >= 0, "train.steps", self.steps, "0 or more")
-        _require(self.stop_after is None or self.stop_after >= 0, "train.stop_after", self.stop_after, "0 or more")
-        _require(self.global_batch > 0, "train.global_batch", self.global_batch, "a positive whole number")
-        _require(self.accumulation > 0, "train.accumulation", self.accumulation, "a positive whole number")
-        _require(self.loss_chunk > 0, "train.loss_chunk", self.loss_chunk, "a positive whole number")
-        _require(self.z_loss >= 0, "train.z_loss", self.z_loss, "0 or more")
-        _require(self.loss_scale >= 1, "train.loss_scale", self.loss_scale, "1 or more")
-        _require(self.loss_scale_interval > 0, "train.loss_scale_interval", self.loss_scale_interval, "positive")
-        _require(self.max_skips > 0, "train.max_skips", self.max_skips, "positive")
+        _require(_not_negative(self.steps), "train.steps", self.steps, "0 or more")
+        _require(_not_negative(self.stop_after), "train.stop_after", self.stop_after, "0 or more")
+        _require(_positive(self.global_batch), "train.global_batch", self.global_batch, "a positive whole number")
+        _require(_positive(self.accumulation), "train.accumulation", self.accumulation, "a positive whole number")
+        _require(_positive(self.loss_chunk), "train.loss_chunk", self.loss_chunk, "a positive whole number")
+        _require(_not_negative(self.z_loss), "train.z_loss", self.z_loss, "0 or more")
+        _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")
+        _require(_positive(self.loss_scale_interval), "train.loss_scale_interval", self.loss_scale_interval, "positive")
+        _require(_positive(self.max_skips), "train.max_skips", self.max_skips, "positive")
 
 
 @dataclass(frozen=True)
@@ -190,8 +202,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
 
     def __post_init__(self):
-        _require(self.every >= 0, "checkpoint.every", self.every, "0 (at the end only) or positive")
-        _require(self.keep > 0, "checkpoint.keep", self.keep, "a positive whole number")
+        _require(_not_negative(self.every), "checkpoint.every", self.every, "0 (at the end only) or positive")
+        _require(_positive(self.keep), "checkpoint.keep", self.keep, "a positive whole number")
 
 
 @dataclass(frozen=True)
@@ -208,7 +220,7 @@ class LogConfig:
     """First and last update of a profiler trace, written to <output>/profile."""
 
     def __post_init__(self):
-        _require(self.every > 0, "log.every", self.every, "a positive whole number")
+        _require(_positive(self.every), "log.every", self.every, "a positive whole number")
         if self.profile_steps is not None:
             first, last = self.profile_steps
             _require(
@@ -226,8 +238,8 @@ class EvalConfig:
     """Evaluation batches; 0 takes the whole held-out set."""
 
     def __post_init__(self):
-        _require(self.every >= 0, "eval.every", self.every, "0 (at the end only) or positive")
-        _require(self.batches >= 0, "eval.batches", self.batches, "0 (all) or positive")
+        _require(_not_negative(self.every), "eval.every", self.every, "0 (at the end only) or positive")
+        _require(_not_negative(self.batches), "eval.batches", self.batches, "0 (all) or positive")
 
 
 @dataclass(frozen=True)
@@ -254,5 +266,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self):
+        for name in ("mesh", "output"):
+            value = getattr(self, name)
+            _require(value is None or value.strip() != "", name, value, "left out, or not empty")
         _require(self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
-        _require(self.fake_devices is None or self.fake_devices > 0, "fake_devices", self.fake_devices, "positive")
+        _require(_positive(self.fake_devices), "fake_devices", self.fake_devices, "positive")

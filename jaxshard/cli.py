@@ -1,0 +1,208 @@
+"""`python run.py [COMMAND] [options]`: from the command line to a `Config`, a command, and an exit code. Free of jax.
+
+Exit codes: 0 done, 2 bad input (one message), 3 stopped by a signal after saving, 1 any other failure.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxshard.commands import COMMANDS, Command, SavedRun
+from jaxshard.config import Config
+from jaxshard.config_file import config_to_yaml, load_config
+from jaxshard.console import Console
+from jaxshard.errors import InputError, nearest
+from jaxshard.options import instantiate, make_parser, options_of, parse_arguments
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """Options of every command"""
+
+    config: str | None = None
+    """YAML file; options beside it override what it says."""
+    json: bool = False
+    """Print the result as JSON on stdout, and everything else on stderr."""
+    print_config: bool = False
+    """Print the configuration with comments, as a file for --config, and stop."""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command line, understood: what to run with what."""
+
+    command: Command
+    common: CommonOptions
+    options: Any
+    config: Config
+
+
+def main() -> NoReturn:
+    """Runs the command line of this process and exits."""
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """Runs one command line and returns its exit code; nothing but SystemExit of --help is raised."""
+    try:
+        if argv[:1] in (["--help"], ["-h"]):
+            print(overview())
+            return 0
+        if argv == ["--version"]:
+            print(f"jaxshard {importlib.metadata.version('jaxshard')}")
+            return 0
+        invocation = understand(argv)
+        if invocation.common.print_config:
+            print(config_to_yaml(invocation.config, comments=True), end="")
+            return 0
+        return execute(invocation)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def understand(argv: list[str]) -> Invocation:
+    """Parses a command line. Raises InputError for whatever is wrong with it or with the files that it names.
+
+    The line is parsed twice: the first pass finds --config, --output and --resume, which say on which configuration
+    the options of the second pass are laid.
+    """
+    command, argv = _command(argv)
+    if sum(token == "--config" or token.startswith("--config=") for token in argv) > 1:
+        raise InputError("--config is given twice: put everything into one file, or override with options")
+    first = _parse(command, argv, Config())
+    file = first.common.config
+    base = load_config(file) if file else Config()
+    folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}")
+    needs = command.saved_run(first.options)
+    if needs != "no":
+        base = _with_saved(base, needs, command, folder, file)
+    invocation = _parse(command, argv, base)
+    if invocation.common.print_config:  # the folder stays open: what is printed may become a file of another name
+        return invocation
+    return replace(invocation, config=replace(invocation.config, output=str(folder)))
+
+
+def execute(invocation: Invocation) -> int:
+    """Imports and calls the command's function; prints the result as JSON where that is asked for."""
+    console = Console(sys.stderr if invocation.common.json else sys.stdout)
+    module, _, name = invocation.command.function.partition(":")
+    # Whatever else prints while a command makes JSON must not end up within it.
+    with contextlib.redirect_stdout(sys.stderr) if invocation.common.json else contextlib.nullcontext():
+        function = getattr(importlib.import_module(module), name)
+        result = function(invocation.config, console=console, **vars(invocation.options))
+    code = result if isinstance(result, int) else 0
+    if isinstance(result, dict):
+        code = result.get("exit_code", 0)
+        result = {key: value for key, value in result.items() if key != "exit_code"}
+    if invocation.common.json:
+        print(json.dumps(_jsonable(result if isinstance(result, dict) else {}), indent=2, allow_nan=False))
+    return code
+
+
+def overview() -> str:
+    """Returns the help of the program: one screen; the help of a command lists all its options."""
+    rows = [f"  {command.name:<{max(len(each.name) for each in COMMANDS)}}  {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            f"usage: {_program()} [COMMAND] [--config FILE.yaml] [--mesh dp=4,tp=2] [--zero 0|1|2|3] [options]",
+            "",
+            "commands:",
+            *rows,
+            "",
+            f"'{_program()} COMMAND --help' lists all options of a command, such as --train.steps 100,",
+            f"and '{_program()} --print_config' prints them as YAML with their defaults.",
+        ]
+    )
+
+
+def _command(argv: list[str]) -> tuple[Command, list[str]]:
+    """Splits off the command, `train` when the line starts with an option or is empty."""
+    if not argv or argv[0].startswith("-"):
+        return COMMANDS[0], argv
+    names = [command.name for command in COMMANDS]
+    if argv[0] not in names:
+        hint = "; a configuration goes after --config" if argv[0].endswith((".yaml", ".yml")) else ""
+        closest = nearest(argv[0], names)
+        raise InputError(f"unknown command {argv[0]!r}{hint or closest or '; there are ' + ', '.join(names)}")
+    return COMMANDS[names.index(argv[0])], argv[1:]
+
+
+def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
+    """Parses the options of a command over a configuration."""
+    own_options = options_of(command.options)
+    # A command with an option --checkpoint STEP saves nothing, and so needs no --checkpoint.every beside it.
+    hidden = tuple(f"{option.name}." for option in own_options)
+    config_options = [option for option in options_of(base) if not option.name.startswith(hidden)]
+    options = [*own_options, *options_of(CommonOptions()), *config_options]
+    parser = make_parser(
+        options,
+        prog=f"{_program()} {command.name}",
+        usage="%(prog)s [options]",
+        description=command.help,
+        epilog="Dashes and underscores in names are the same. Configuration files use the names as they stand here.",
+    )
+    values = parse_arguments(parser, options, argv)
+    own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
+    return Invocation(command, common, own, config)
+
+
+def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, file: str | None) -> Config:
+    """Returns the configuration of the run in `folder`, for commands that go on from one.
+
+    eval, generate and inspect always take the run's own, since the checkpoint fits no other; there --config does no
+    more than name the run. `train --resume --config FILE` keeps to the file: the user states the run in full.
+    """
+    saved = folder / "config.yaml"
+    if file and command.name != "train" and folder != Path(base.output or f"runs/{Path(file).stem}"):
+        raise InputError(f"--output {folder} and --config {file} name two runs; {command.name} takes one of them")
+    if not saved.is_file():
+        if needs == "needed":
+            raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
+        return base
+    return base if file and command.name == "train" else load_config(saved)
+
+
+def _runs_beside(folder: Path) -> str:
+    """Returns what to say about runs in the same parent folder."""
+    runs = sorted(path.parent.name for path in folder.parent.glob("*/config.yaml"))
+    if not runs:
+        return "; train one first, or name its folder with --output"
+    closest = nearest(folder.name, runs)
+    return closest or f"; --output can name {', '.join(str(folder.parent / name) for name in runs[:5])}"
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0]) or "jaxshard"
+
+
+def _jsonable(value: Any) -> Any:
+    """Arrays become lists, paths text, and numbers that JSON lacks (nan, inf) null."""
+    if isinstance(value, dict):
+        return {str(key): _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_jsonable(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return _jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

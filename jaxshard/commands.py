@@ -1,0 +1,135 @@
+"""The commands: one row each. Adding a command adds a row (and, if it has options of its own, a dataclass).
+
+A row names the function as "module:function". It is imported when the command runs, so that --help and bad input
+cost no import of jax, and called as
+
+    function(config, console=console, option=value, ...)
+
+with one keyword for each field of the row's options. It returns None, the exit code, or a dict: the result that --json
+prints (its key "exit_code", if there is one, is taken out and becomes the exit code).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxshard.errors import InputError
+
+SavedRun = Literal["no", "if there", "needed"]
+"""Whether a command starts from <output>/config.yaml of an earlier run."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """No options of its own."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of train"""
+
+    resume: Literal["required", "auto"] | None = field(default=None, metadata={"bare": "required"})
+    """Go on from the newest checkpoint in the output folder, which must hold one; with the value auto: if it holds one.
+    Without --config, the run's own config.yaml is read first."""
+
+    @property
+    def saved_run(self) -> SavedRun:
+        return "no" if self.resume is None else "if there" if self.resume == "auto" else "needed"
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of eval"""
+
+    checkpoint: int | None = None
+    """Step of the checkpoint; by default the newest."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of generate"""
+
+    prompt: str = ""
+    """Text that the model goes on from; by default it begins a document."""
+    max_new_tokens: int = 200
+    """Tokens to generate; a sample ends earlier at the end of its document."""
+    temperature: float = 1.0
+    """Divides the logits: below 1 more certain, above 1 more varied."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the smallest set of likeliest tokens whose probabilities sum to at least this."""
+    greedy: bool = False
+    """Always take the likeliest token; temperature, top_k and top_p do not matter then."""
+    samples: int = 1
+    """Number of samples."""
+    checkpoint: int | None = None
+    """Step of the checkpoint; by default the newest."""
+
+    def __post_init__(self):
+        for name, ok, must in (
+            ("max_new_tokens", self.max_new_tokens > 0, "a positive whole number"),
+            ("temperature", 0 < self.temperature < float("inf"), "positive (--greedy takes the likeliest token)"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("samples", self.samples > 0, "a positive whole number"),
+        ):
+            if not ok:
+                raise InputError(f"{name} is {getattr(self, name)!r}: it must be {must}")
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Options of inspect"""
+
+    presets: bool = False
+    """List the named model sizes instead of looking at a run."""
+    checkpoint: int | None = None
+    """Step of the checkpoint; by default the newest."""
+
+    @property
+    def saved_run(self) -> SavedRun:
+        return "no" if self.presets else "needed"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row: the name, one line of help, the function to import, its options, and whether it needs a run."""
+
+    name: str
+    help: str
+    function: str
+    options: Any = NoOptions()
+    saved_run: Callable[[Any], SavedRun] = lambda options: "no"
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "Train a model (the default command).",
+        "jaxshard.training.loop:run",
+        TrainOptions(),
+        lambda options: options.saved_run,
+    ),
+    Command(
+        "eval",
+        "Evaluate a run's checkpoint on the held-out documents.",
+        "jaxshard.training.evaluate:run",
+        EvalOptions(),
+        lambda options: "needed",
+    ),
+    Command(
+        "generate",
+        "Write text with a run's checkpoint.",
+        "jaxshard.inference.generate:run",
+        GenerateOptions(),
+        lambda options: "needed",
+    ),
+    Command(
+        "inspect",
+        "Show what a run's checkpoint holds, without devices.",
+        "jaxshard.insight.inspect:run",
+        InspectOptions(),
+        lambda options: options.saved_run,
+    ),
+)

@@ -1,0 +1,208 @@
+"""Dataclass fields as options: the rows, the parser made of them, and errors of one line. Free of jax.
+
+A field `steps` of the group `train` is the option `--train.steps` and the YAML key `steps` under `train`. Its doc
+string is the help text. jsonargparse converts and checks the types; the messages are ours.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import docstring_parser
+import jsonargparse
+
+from jaxshard.errors import InputError, nearest
+
+SYNONYMS = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.global_batch",
+    "max_steps": "train.steps",
+    "iterations": "train.steps",
+    "context_length": "data.seq_len",
+    "block_size": "data.seq_len",
+    "hidden_size": "model.d_model",
+    "grad_clip": "optim.clip",
+    "optimizer": "optim.name",
+    "dtype": "train.precision",
+    "dataset": "data.path",
+}
+"""What other trainers call an option -> what it is called here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option: dotted name, type, default, help text, and the heading it stands under."""
+
+    name: str
+    hint: Any
+    default: Any
+    doc: str
+    heading: str
+    bare: Any = None
+    """Value of the option written without one; None: it needs a value."""
+
+
+def options_of(instance: Any, prefix: str = "", heading: str = "") -> list[Option]:
+    """Returns a row for each field of a dataclass instance, nested groups included; its values are the defaults.
+
+    A field's doc string is the help text; its metadata may hold "bare", the value of the option without a value.
+    """
+    cls = type(instance)
+    hints = typing.get_type_hints(cls)
+    parsed = docstring_parser.parse_from_object(cls)
+    docs = {param.arg_name: param.description or "" for param in parsed.params}
+    heading = heading or (parsed.short_description or cls.__name__).rstrip(".")
+    rows = []
+    for field in dataclasses.fields(instance):
+        name, value = prefix + field.name, getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            rows += options_of(value, f"{name}.")
+        else:
+            hint, doc = hints[field.name], " ".join(docs[field.name].split())
+            bare = True if hint in (bool, bool | None) else field.metadata.get("bare")
+            rows.append(Option(name, hint, value, doc, heading, bare))
+    return rows
+
+
+def make_parser(options: list[Option], **texts: Any) -> jsonargparse.ArgumentParser:
+    """Returns a parser of these options that raises ArgumentError; `texts`: prog, usage, description, epilog."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **texts)
+    headings: dict[str, Any] = {}
+    for option in options:
+        if option.heading not in headings:
+            headings[option.heading] = parser.add_argument_group(option.heading)
+        extra: dict[str, Any] = {} if option.bare is None else {"nargs": "?", "const": option.bare}
+        headings[option.heading].add_argument(
+            f"--{option.name}", type=option.hint, default=option.default, help=option.doc, **extra
+        )
+    return parser
+
+
+def parse_arguments(parser: jsonargparse.ArgumentParser, options: list[Option], argv: list[str]) -> dict[str, Any]:
+    """Returns values by dotted name. Raises InputError for unknown names and values of a wrong type."""
+    argv, by_name = _normal(argv), {option.name: option for option in options}
+    for token in argv:
+        if token.startswith("--") and token != "--help" and token[2:].partition("=")[0] not in by_name:
+            raise InputError(_explain_unknown(token, by_name))
+    try:
+        return _flat(parser.parse_args(argv), options)
+    except ArgumentError as error:
+        raise InputError(_explain(str(error), options)) from None
+
+
+def parse_mapping(
+    parser: jsonargparse.ArgumentParser, options: list[Option], mapping: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns values by dotted name from nested dicts whose names are known to be good."""
+    try:
+        return _flat(parser.parse_object(mapping), options)
+    except ArgumentError as error:
+        raise InputError(_explain(str(error), options)) from None
+
+
+def instantiate(instance: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """Returns a dataclass like `instance` with the values of dotted names, nested groups included; others stay."""
+    changes = {}
+    for field in dataclasses.fields(instance):
+        name, old = prefix + field.name, getattr(instance, field.name)
+        inner = dataclasses.is_dataclass(old)
+        changes[field.name] = instantiate(old, values, f"{name}.") if inner else values.get(name, old)
+    return dataclasses.replace(instance, **changes)
+
+
+def suggest(name: str, names: Iterable[str], dashes: str = "") -> str:
+    """Returns " (did you mean 'optim.lr'?)" for the names closest to a wrong one, or "".
+
+    `train.lr` first looks within `train`, then for `lr` in the other groups, then for what looks alike.
+    """
+    names = list(names)
+    group, _, leaf = name.rpartition(".")
+    within = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
+    leaves = {other.rpartition(".")[2]: other for other in names}
+    found = [within[close] for close in difflib.get_close_matches(leaf, within, n=1, cutoff=0.7)]
+    found = found or [other for other in names if other.rpartition(".")[2] == leaf]
+    found = found or [other for key, other in SYNONYMS.items() if key == leaf and other in names]
+    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    found = found or [leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
+    quoted = [repr(dashes + other) for other in found]
+    return f" (did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?)" if quoted else ""
+
+
+def describe(hint: Any) -> str:
+    """Returns what a value of this type must be, in words: int -> "a whole number"."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(describe(each) for each in arguments if each is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if typing.get_origin(hint) is tuple:
+        return "a list such as " + ("[1,2]" if int in arguments else "[a,b]")
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+def _normal(argv: list[str]) -> list[str]:
+    """Dashes in names become underscores, and `--x -1e-3` becomes `--x=-1e-3` (argparse takes -1e-3 for a flag)."""
+    tokens: list[str] = []
+    for token in argv:
+        if tokens and re.fullmatch(r"--[^=]+", tokens[-1]) and re.fullmatch(r"-\.?\d[\d.e+-]*", token):
+            tokens[-1] += f"={token}"
+        elif token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            tokens.append(f"--{name.replace('-', '_')}{equals}{value}")
+        else:
+            tokens.append(token)
+    return tokens
+
+
+def _flat(namespace: jsonargparse.Namespace, options: list[Option]) -> dict[str, Any]:
+    """Values by dotted name, after the two checks that the parser leaves out: null, and true given for 1."""
+    values = {option.name: namespace[option.name] for option in options}
+    for option in options:
+        value, arguments = values[option.name], typing.get_args(option.hint)
+        if value is None and option.default is not None and types.NoneType not in arguments:
+            raise InputError(f"{option.name} is null: it must be {describe(option.hint)}")
+        if typing.get_origin(option.hint) is Literal and not any(type(value) is type(each) for each in arguments):
+            raise InputError(f"{option.name} is {value!r}: it must be {describe(option.hint)}")
+    return values
+
+
+def _explain(message: str, options: list[Option]) -> str:
+    """Turns an error text of the parser into one line with the name, the value and what it must be."""
+    by_name = {option.name: option for option in options}
+    if found := re.search(r"unrecognized arguments: (.*)", message, re.S):
+        return _explain_unknown(found[1].split()[0], by_name)
+    if found := re.match(r"argument --([\w.]+): expected one argument", message):
+        return f"--{found[1]} needs a value: {describe(by_name[found[1]].hint)}"
+    key = re.search(r'Parser key "([^"]+)"', message)
+    value = re.search(r"Given value: (.*)", message, re.S) or re.search(r"Got value: (.*)", message, re.S)
+    if not key or not value or key[1] not in by_name:
+        return " ".join(message.split())
+    hint, text = by_name[key[1]].hint, " ".join(value[1].split())
+    return f"{key[1]} is {text!r}: it must be {describe(hint)}{_closest_value(text, hint)}"
+
+
+def _explain_unknown(token: str, by_name: dict[str, Option]) -> str:
+    if not token.startswith("-"):
+        return f"unexpected argument {token!r}: options are written --name value, and the command comes first"
+    name = token.lstrip("-").partition("=")[0]
+    if group := [other for other in by_name if other.startswith(f"{name}.")]:
+        return f"--{name} is a group of options: write one of them, such as --{group[0]}"
+    return f"unknown option {token.partition('=')[0]}{suggest(name, by_name, dashes='--') or '; --help lists them'}"
+
+
+def _closest_value(text: str, hint: Any) -> str:
+    """Returns " (did you mean ...?)" for a misspelt choice or a whole number written as a float, else ""."""
+    kinds = typing.get_args(hint) or (hint,)
+    literals = [kind for kind in (*kinds, hint) if typing.get_origin(kind) is Literal]
+    if literals:
+        return nearest(text, map(str, typing.get_args(literals[0])))
+    try:
+        whole = float(text)
+    except ValueError:
+        return ""
+    return f" (did you mean {int(whole)}?)" if int in kinds and whole.is_integer() else ""
