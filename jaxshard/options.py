@@ -100,9 +100,16 @@ def parse_mapping(
 ) -> dict[str, Any]:
     """Returns values by dotted name from nested dicts whose names are known to be good."""
     try:
-        return _flat(parser.parse_object(mapping), options)
+        values = _flat(parser.parse_object(mapping), options)
     except ArgumentError as error:
         raise InputError(_explain(str(error), options)) from None
+    # On the command line `--output null` means none; in a mapping the text "null" is a text.
+    for option in options:
+        group, _, leaf = option.name.rpartition(".")
+        given = (mapping.get(group, {}) if group else mapping).get(leaf, mapping.get(option.name))
+        if option.hint == (str | None) and isinstance(given, str):
+            values[option.name] = given
+    return values
 
 
 def instantiate(instance: Any, values: dict[str, Any], prefix: str = "") -> Any:
