@@ -1,0 +1,156 @@
+"""A layout: where every array of a run lies, derived once from mesh, rules and weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.precision import Policy
+from jaxshard.parallel.remat import WEIGHT_NAME
+from jaxshard.parallel.rules import Replicated, WeightSpecs, activation_spec, replicated, spec_entry, weight_specs
+
+BATCH_AXES = ("replica", "data")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placement of parameters, gradients, optimizer state and activations.
+
+    Attributes:
+        mesh: the device mesh.
+        shape: its sizes.
+        zero: ZeRO stage.
+        policy: number types.
+        specs: `WeightSpecs` in the shape of the parameters.
+        sequence_parallel: residual stream split over `model` along the sequence.
+        deferred: each data group keeps its own gradient sum, reduced once after the accumulation loop (ZeRO-0 and 1
+            with accumulation); otherwise gradients are reduced as the backward pass produces them.
+    """
+
+    mesh: Mesh
+    shape: MeshShape
+    zero: int
+    policy: Policy
+    specs: Any
+    sequence_parallel: bool
+    deferred: bool
+
+    def sharding(self, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+
+    def tree(self, pick: Callable[[WeightSpecs], PartitionSpec]) -> Any:
+        """Shardings in the shape of the parameters: `layout.tree(lambda s: s.gradients)`."""
+        return jax.tree.map(lambda s: self.sharding(pick(s)), self.specs, is_leaf=lambda x: isinstance(x, WeightSpecs))
+
+    @property
+    def parameters(self) -> Any:
+        return self.tree(lambda s: s.parameters)
+
+    @property
+    def gradients(self) -> Any:
+        return self.tree(lambda s: s.gradients)
+
+    @property
+    def optimizer(self) -> Any:
+        return self.tree(lambda s: s.optimizer)
+
+    @property
+    def scalar(self) -> NamedSharding:
+        return self.sharding(PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of a batch [accumulation, B, T]."""
+        return self.sharding(PartitionSpec(None, BATCH_AXES))
+
+    @property
+    def groups(self) -> int:
+        """Data groups whose gradients are summed: replica x data."""
+        return self.shape.batch_ways
+
+    def shard(self, x: jax.Array, axes: tuple[str | None, ...], name: str | None = None) -> jax.Array:
+        """Constrains an activation by the logical names of its dims, and names it for rematerialisation."""
+        extra = {"residual_sequence": ("model",)} if self.sequence_parallel else {}
+        if self.deferred:
+            extra["batch"] = ()  # vmap over the data groups puts the batch axes on a leading dim.
+        spec = activation_spec(axes, x.shape, self.shape, extra)
+        x = jax.lax.with_sharding_constraint(x, self.sharding(spec))
+        return x if name is None else checkpoint_name(x, name)
+
+    def lift(self, group: str, weights: Any) -> Any:
+        """Makes a tree of (value, slot) pairs ready for use: gathered, in the gradients' type; see `_lift`.
+
+        Args:
+            group: top-level key of the parameters. For "blocks" the tree is one layer, without the leading dim.
+            weights: tree of `Slotted`, or of anything with `value` and `slot`.
+        """
+        leaf = lambda x: hasattr(x, "slot")
+        specs = self.specs[group]
+        return jax.tree.map(lambda w, s: self._lift_one(w, s, group == "blocks"), weights, specs, is_leaf=leaf)
+
+    def _lift_one(self, weight: Any, specs: WeightSpecs, in_stack: bool) -> jax.Array:
+        drop = lambda spec: PartitionSpec(*spec[1:]) if in_stack else spec
+        use, grads = self.sharding(drop(specs.base)), self.sharding(drop(specs.gradients))
+        if weight.slot is None:
+            return jax.lax.with_sharding_constraint(weight.value, use).astype(self.policy.gradients)
+        return _lift(use, grads, weight.value, weight.slot)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are stored sharded over the data axis and gathered for use (ZeRO-3)."""
+        return any(
+            s.base != s.parameters for s in jax.tree.leaves(self.specs, is_leaf=lambda x: isinstance(x, WeightSpecs))
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _lift(use: NamedSharding, grads: NamedSharding, value: jax.Array, slot: jax.Array) -> jax.Array:
+    """Identity from storage to use: gather `value` to the layout `use`, in the type of `slot`.
+
+    The gradient goes to the slot, in its type, constrained to the layout `grads`: so this one function places the
+    parameter gather, its repetition in the backward pass, and the gradient reduction, for every ZeRO stage.
+    """
+    # The name keeps rematerialisation from saving the gathered weight.
+    return checkpoint_name(jax.lax.with_sharding_constraint(value, use).astype(slot.dtype), WEIGHT_NAME)
+
+
+def _lift_forward(use, grads, value, slot):
+    return _lift(use, grads, value, slot), jnp.zeros((0,), value.dtype)
+
+
+def _lift_backward(use, grads, like, cotangent):
+    # The value's own cotangent is never asked for: gradients are taken with respect to the slots.
+    return jnp.zeros(cotangent.shape, like.dtype), jax.lax.with_sharding_constraint(cotangent, grads)
+
+
+_lift.defvjp(_lift_forward, _lift_backward)
+
+
+def build_layout(
+    mesh: Mesh, shape: MeshShape, weights: Any, zero: int, policy: Policy, sequence_parallel: bool, accumulation: int
+) -> tuple[Layout, list[Replicated]]:
+    """Applies the rules to a table of weights (rows with `shape` and `axes`).
+
+    Returns the layout, and the list of weights that stay whole against the rules.
+    """
+    row = lambda x: hasattr(x, "axes")
+    deferred = zero <= 1 and accumulation > 1 and shape.batch_ways > 1
+    # Without accumulation ZeRO-1 has no reason to hold a whole gradient: it is reduced straight into its shards.
+    tables = 2 if zero == 1 and not deferred else zero
+    specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, tables), weights, is_leaf=row)
+    found = []
+    for path, w in jax.tree_util.tree_leaves_with_path(weights, is_leaf=row):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found += replicated(name, w.shape, w.axes, shape, zero, jnp.dtype(policy.parameters).itemsize)
+    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, deferred), found
+
+
+def group_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Spec of an array with a leading dim of data groups."""
+    return PartitionSpec(spec_entry(BATCH_AXES), *spec)

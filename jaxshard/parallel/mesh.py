@@ -1,0 +1,180 @@
+"""The device mesh: named axes over real, faked or absent devices.
+
+Axes, outermost (slowest network) first: `replica`, `stage`, `data`, `model`. All four always exist on the mesh; an
+axis of size 1 costs nothing, and so no code asks which axes are in use.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxshard.errors import InputError, nearest
+
+AXES = ("replica", "stage", "data", "model")
+SHORT = {"replica": "replica", "stage": "pp", "data": "dp", "model": "tp"}
+_ALIASES = {"pp": "stage", "dp": "data", "tp": "model"} | {axis: axis for axis in AXES}
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the four axes; the product is the number of devices."""
+
+    replica: int = 1
+    stage: int = 1
+    data: int = 1
+    model: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.replica, self.stage, self.data, self.model)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def batch_ways(self) -> int:
+        """Parts that a batch is split into: replica x data."""
+        return self.replica * self.data
+
+    def __str__(self) -> str:
+        used = [f"{SHORT[axis]}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return ",".join(used) or "dp=1"
+
+
+def parse_mesh(text: str | None) -> dict[str, int]:
+    """Reads "dp=4,tp=2" into {"data": 4, "model": 2}; a size may be -1 once.
+
+    Raises:
+        InputError: an axis is unknown or given twice, a size is not a whole number, is 0 or below -1, or more than
+            one size is -1.
+    """
+    sizes: dict[str, int] = {}
+    for part in (text or "dp=-1").split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise InputError(f"--mesh {text!r}: {part!r} is not of the form axis=size, such as dp=4,tp=2")
+        if name not in _ALIASES:
+            valid = "replica, pp (stage), dp (data), tp (model)"
+            raise InputError(f"--mesh {text!r}: unknown axis {name!r}{nearest(name, _ALIASES)}; the axes are {valid}")
+        axis = _ALIASES[name]
+        if axis in sizes:
+            raise InputError(f"--mesh {text!r}: axis {name!r} is given twice; give each axis once")
+        try:
+            size = int(value)
+        except ValueError:
+            raise InputError(f"--mesh {text!r}: size {value!r} of axis {name!r} is not a whole number") from None
+        if size < 1 and size != -1:
+            raise InputError(f"--mesh {text!r}: size {size} of axis {name!r} must be 1 or more, or -1 for the rest")
+        sizes[axis] = size
+    if list(sizes.values()).count(-1) > 1:
+        raise InputError(f"--mesh {text!r}: only one axis may be -1; write the size of the others")
+    return sizes
+
+
+def resolve_mesh(text: str | None, device_count: int) -> MeshShape:
+    """Fills in -1 and checks the product against the number of devices.
+
+    Raises:
+        InputError: as `parse_mesh`, or the product is not `device_count`.
+    """
+    sizes = parse_mesh(text)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    free = next((axis for axis, size in sizes.items() if size == -1), None)
+    if free is not None and device_count % fixed == 0:
+        sizes[free] = device_count // fixed
+    shape = MeshShape(**{axis: size for axis, size in sizes.items() if size != -1})
+    if shape.devices != device_count or -1 in sizes.values():
+        product = " x ".join(str(size) for size in sizes.values() if size != -1)
+        raise InputError(
+            f"--mesh {text!r} needs {product} = {fixed} devices{' or a multiple' if free else ''}, and there are "
+            f"{device_count}; what fits: {_suggest(sizes, device_count)}, or --fake-devices {fixed} on a CPU"
+        )
+    return shape
+
+
+def _suggest(sizes: dict[str, int], device_count: int) -> str:
+    """Nearest mesh: keep the inner axes as they are and give the rest of the devices to data."""
+    inner = sizes.get("model", 1)
+    while inner > 1 and device_count % inner:
+        inner -= 1
+    inner = max(1, inner)
+    rest = device_count // inner
+    return f"--mesh dp={rest},tp={inner}" if inner > 1 else f"--mesh dp={rest}"
+
+
+def accelerator_present() -> bool:
+    """Whether this machine shows a GPU or TPU, without starting a backend."""
+    nodes = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0", "/dev/kfd", "/dev/dxg")
+    return any(Path(node).exists() for node in nodes) or "TPU_WORKER_ID" in os.environ
+
+
+def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[jax.Device]:
+    """Returns the devices to run on, faking CPU devices where there is no accelerator.
+
+    Args:
+        mesh: as given to --mesh; its product is the number of faked devices unless `fake_devices` says otherwise.
+        kind: auto, cpu, gpu or tpu.
+        fake_devices: number of faked CPU devices, or None.
+
+    Raises:
+        InputError: the mesh text is wrong, the asked kind is absent, or the backend already runs with fewer devices.
+    """
+    sizes = parse_mesh(mesh)
+    if fake_devices is not None and kind in ("gpu", "tpu"):
+        raise InputError(f"--fake-devices {fake_devices} fakes CPU devices, and --devices asks for {kind}: drop one")
+    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and not accelerator_present())
+    wanted = fake_devices or math.prod(size for size in sizes.values() if size != -1)
+    if cpu:
+        return _cpu_devices(wanted, exact=fake_devices is not None or -1 not in sizes.values())
+    try:
+        return list(jax.devices(None if kind == "auto" else kind))
+    except RuntimeError as error:
+        raise InputError(f"--devices {kind}: {str(error).splitlines()[0]}; try --devices cpu") from None
+
+
+def _cpu_devices(wanted: int, exact: bool) -> list[jax.Device]:
+    try:
+        # With a CPU asked for, a GPU or TPU plugin that happens to be installed must not be started.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:
+        pass  # The backend runs already; what it has is checked below.
+    devices = jax.devices("cpu")
+    if len(devices) < wanted:
+        raise InputError(
+            f"{wanted} faked CPU devices are needed, but jax already runs with {len(devices)}: set "
+            f"JAX_NUM_CPU_DEVICES={wanted} in the environment, or ask for the mesh before using jax"
+        )
+    return list(devices[:wanted]) if exact else list(devices)
+
+
+def build_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """Places devices on the mesh: `model` on the fastest links, `replica` across slices or hosts.
+
+    Args:
+        shape: sizes of the axes.
+        devices: as many devices as the product, of one kind.
+    """
+    assert len(devices) == shape.devices, (len(devices), shape)
+    return Mesh(_arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(shape: MeshShape, devices: Sequence[jax.Device]) -> np.ndarray:
+    if devices[0].platform == "tpu" and len(devices) > 1:
+        from jax.experimental import mesh_utils
+
+        slices = {getattr(device, "slice_index", 0) for device in devices}
+        if len(slices) > 1 and shape.replica % len(slices) == 0:
+            inner = (shape.replica // len(slices), *shape.sizes[1:])
+            return mesh_utils.create_hybrid_device_mesh(inner, (len(slices), 1, 1, 1), devices=devices)
+        return mesh_utils.create_device_mesh(shape.sizes, devices=devices, allow_split_physical_axes=True)
+    # Elsewhere hosts are contiguous, so the innermost axis stays inside a host for as long as it fits.
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return np.array(ordered).reshape(shape.sizes)

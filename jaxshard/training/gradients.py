@@ -1,0 +1,166 @@
+"""Loss and gradients of one global batch: accumulation, data groups, rematerialisation.
+
+Shapes: A accumulation steps, B sequences of one accumulation step, G data groups, T sequence length.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxshard.models.layers import Context, TokenInfo
+from jaxshard.models.transformer import Model, slotted
+from jaxshard.parallel.layout import BATCH_AXES, Layout, group_spec
+from jaxshard.training.loss import IGNORED, LossSpec, cross_entropy
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is run in training.
+
+    Attributes:
+        model: what is computed.
+        layout: where.
+        context: how activations are computed and constrained.
+        remat: wrapper of the loop body over blocks.
+        loss_chunk, z_loss: see `LossSpec`.
+        seed: of dropout.
+    """
+
+    model: Model
+    layout: Layout
+    context: Context
+    remat: Callable[[Callable], Callable]
+    loss_chunk: int
+    z_loss: float
+    seed: int
+
+    def loss_spec(self) -> LossSpec:
+        groups = 1 if self.layout.deferred else self.layout.groups
+        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard)
+
+
+def batch_objective(recipe: Recipe, weights: Any, batch: dict[str, jax.Array], keys: jax.Array | None, ctx: Context):
+    """Runs the model on sequences [B, T]; returns (objective sum, cross-entropy sum) over positions with a target.
+
+    Args:
+        recipe: how.
+        weights: tree of `Slotted`.
+        batch: inputs, targets, segments, positions; int32 [B, T].
+        keys: dropout keys [B], or None.
+        ctx: the recipe's context, or one without dropout.
+    """
+    model, lift = recipe.model, recipe.layout.lift
+    info = TokenInfo(batch["segments"], batch["positions"], keys)
+    embedding = lift("embedding", weights["embedding"])
+    x = model.embed(embedding, batch["inputs"], info, ctx)
+    layers = jnp.arange(model.arch.n_layers, dtype=jnp.int32)
+    x = model.run_blocks(weights["blocks"], x, info, layers, ctx, lift, recipe.remat)
+    head = lift("head", weights["head"])
+    x = model.final_norm(head, x, ctx)
+    if model.arch.tie_embeddings:
+        # Where the parameters are gathered for use, gather again rather than keep the table through the blocks.
+        again = lift("embedding", weights["embedding"]) if recipe.layout.gathers else embedding
+        out = again["tokens"]
+    else:
+        out = head["out"]
+    return cross_entropy(recipe.loss_spec(), x, out, batch["targets"])
+
+
+def dropout_keys(recipe: Recipe, step: jax.Array, sequences: jax.Array) -> jax.Array | None:
+    """One key for each sequence: a function of seed, step and the sequence's place in the global batch."""
+    if recipe.context.dropout == 0:
+        return None
+    root = jax.random.fold_in(jax.random.key(recipe.seed, impl="threefry2x32"), step)
+    return jax.vmap(lambda i: jax.random.fold_in(root, i))(sequences)
+
+
+def count_targets(batch: dict[str, jax.Array]) -> jax.Array:
+    """Number of positions that have a target, int32."""
+    return (batch["targets"] != IGNORED).sum(dtype=jnp.int32)
+
+
+def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: jax.Array, scale: jax.Array):
+    """Gradients of scale x (objective / number of targets), over the whole batch.
+
+    Args:
+        recipe: how.
+        params: parameters as stored.
+        batch: int32 [A, B, T] arrays.
+        step: finished updates, for dropout.
+        scale: loss scale.
+
+    Returns:
+        (gradients in the gradients' type and, where they are produced sharded, layout; mean cross-entropy; targets).
+    """
+    layout, dtype = recipe.layout, recipe.layout.policy.gradients
+    A, B, _ = batch["inputs"].shape
+    total = count_targets(batch)
+    weight = scale.astype(dtype) / jnp.maximum(total, 1).astype(dtype)
+    zeros = lambda sharding, p: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, dtype), sharding)
+    slots = jax.tree.map(zeros, layout.gradients, params)
+    sequences = jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
+
+    def objective(slots, part, ids):
+        loss, entropy = batch_objective(
+            recipe, slotted(params, slots), part, dropout_keys(recipe, step, ids), recipe.context
+        )
+        return loss * weight, entropy
+
+    one = jax.grad(objective, has_aux=True)
+    if layout.deferred:
+        one = _by_group(recipe, one)
+    part = lambda i: jax.tree.map(lambda a: a[i], batch)
+    grads, entropy = one(slots, part(0), sequences[0]) if A == 1 else _accumulate(recipe, one, slots, batch, sequences)
+    if layout.deferred:
+        # The one reduction of the step, over the data groups.
+        grads = jax.tree.map(lambda g: g.sum(0), grads)
+    return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
+
+
+def _accumulate(recipe: Recipe, one: Callable, slots: Any, batch: Any, sequences: jax.Array):
+    """Sums gradients over accumulation steps, in the layout in which `one` produces them."""
+    layout = recipe.layout
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    specs = jax.tree.map(lambda s: s.spec, layout.gradients)
+    if layout.deferred:
+        specs = jax.tree.map(group_spec, specs, is_leaf=is_spec)
+    constrain = lambda g, spec: jax.lax.with_sharding_constraint(g, layout.sharding(spec))
+    place = lambda grads: jax.tree.map(constrain, grads, specs)
+    leading = (layout.groups,) if layout.deferred else ()
+    start = place(jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), slots))
+
+    def body(carry, row):
+        grads, entropy = one(slots, *row)
+        return (place(jax.tree.map(jnp.add, carry[0], grads)), carry[1] + entropy), None
+
+    zero = jnp.zeros((), layout.policy.gradients)
+    return jax.lax.scan(body, (start, zero), (batch, sequences))[0]
+
+
+def _by_group(recipe: Recipe, one: Callable) -> Callable:
+    """Lets every data group keep its own gradient: [G, ...] leaves, split over the data axes, not yet summed."""
+    layout = recipe.layout
+    groups = layout.groups
+    axes = tuple(axis for axis in BATCH_AXES if getattr(layout.shape, axis) > 1)
+
+    def run(slots, part, ids):
+        cut = lambda a: jax.lax.with_sharding_constraint(
+            a.reshape(groups, a.shape[0] // groups, *a.shape[1:]), layout.sharding(PartitionSpec(axes))
+        )
+        each = jax.vmap(one, in_axes=(None, 0, 0), spmd_axis_name=axes)
+        grads, entropy = each(slots, jax.tree.map(cut, part), cut(ids))
+        return grads, entropy.sum()
+
+    return run
+
+
+def evaluate_batch(recipe: Recipe, params: Any, batch: dict[str, jax.Array]):
+    """Cross-entropy sum and number of targets of sequences [B, T], without dropout."""
+    plain = replace(recipe, layout=replace(recipe.layout, deferred=False))
+    ctx = replace(recipe.context.without_dropout(), shard=plain.layout.shard)
+    _, entropy = batch_objective(plain, slotted(params), batch, None, ctx)
+    return entropy, count_targets(batch)

@@ -1,0 +1,205 @@
+"""From a configuration to compiled functions: everything that a run, a plan or an explanation shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxshard.config import Config
+from jaxshard.errors import InputError
+from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES, Context
+from jaxshard.models.presets import Architecture, architecture
+from jaxshard.models.transformer import Model, describe
+from jaxshard.parallel.layout import Layout, build_layout
+from jaxshard.parallel.mesh import SHORT, MeshShape, build_mesh, resolve_mesh
+from jaxshard.parallel.precision import POLICIES
+from jaxshard.parallel.remat import parse_remat, rematerialise
+from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
+from jaxshard.training.gradients import Recipe, evaluate_batch
+from jaxshard.training.optimizer import build as build_optimizer
+from jaxshard.training.optimizer import learning_rate
+from jaxshard.training.state import TrainState, create, state_shardings
+from jaxshard.training.step import train_step
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The functions of a run over one layout; nothing is compiled until it is called or lowered.
+
+    Attributes:
+        config: of the run.
+        model: what is computed.
+        layout: where everything lies.
+        recipe: how gradients are computed.
+        tx: the optimizer's direction.
+        replicated: weights that stay whole against the rules.
+        abstract: shapes, types and shardings of the state.
+    """
+
+    config: Config
+    model: Model
+    layout: Layout
+    recipe: Recipe
+    tx: optax.GradientTransformation
+    replicated: list[Replicated]
+    abstract: TrainState
+
+    @property
+    def shardings(self) -> TrainState:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    @cached_property
+    def init(self):
+        """() -> state, created sharded: no device ever holds the whole."""
+        train = self.config.train
+        make = partial(create, self.model, self.layout, self.tx, train.seed, train.loss_scale)
+        return jax.jit(make, out_shardings=self.shardings)
+
+    @cached_property
+    def step(self):
+        """(state, batch [A, B, T]) -> (state, metrics); the state is donated."""
+        config = self.config
+        lr = learning_rate(config.optim, config.train.steps)
+        run = partial(train_step, self.recipe, self.tx, lr, config.optim, config.train)
+        return jax.jit(run, donate_argnums=0, out_shardings=(self.shardings, self.layout.scalar))
+
+    @cached_property
+    def evaluate(self):
+        """(params, batch [1, B, T]) -> (sum of token losses, number of targets)."""
+        run = lambda params, batch: evaluate_batch(self.recipe, params, jax.tree.map(lambda a: a[0], batch))
+        return jax.jit(run, out_shardings=self.layout.scalar)
+
+    def abstract_batch(self, accumulation: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape of a batch [A, B, T]; A is the configured accumulation unless given."""
+        train = self.config.train
+        parts = accumulation or train.accumulation
+        shape = (parts, train.global_batch // parts, self.config.data.seq_len)
+        leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
+        return dict.fromkeys(("inputs", "targets", "segments", "positions"), leaf)
+
+    def place(self, batch: dict[str, Any], accumulation: int = 1) -> dict[str, jax.Array]:
+        """Puts a host batch [B, T] on the devices as [A, B / A, T]."""
+        cut = lambda a: a.reshape(accumulation, a.shape[0] // accumulation, *a.shape[1:])
+        return jax.device_put({name: cut(a) for name, a in batch.items()}, self.layout.batch)
+
+
+def build_program(
+    config: Config,
+    devices: Sequence[jax.Device],
+    tokenizer_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Program:
+    """Checks the configuration against the devices and derives the program.
+
+    Args:
+        config: of the run.
+        devices: to run on or to compile for.
+        tokenizer_size: vocabulary of the tokenizer, where the model leaves it open.
+        mesh: placed devices, where the caller has its own order.
+
+    Raises:
+        InputError: the mesh does not fit the devices, or the model or batch does not fit the mesh.
+    """
+    shape = resolve_mesh(config.mesh, len(devices))
+    arch = architecture(config.model, tokenizer_size, config.data.seq_len)
+    check_fit(config, arch, shape)
+    if config.train.precision == "fp64":
+        jax.config.update("jax_enable_x64", True)
+    policy = POLICIES[config.train.precision]
+    model = describe(arch, shape.stage * shape.model)
+    train = config.train
+    remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
+    placed = mesh or build_mesh(shape, devices)
+    layout, found = build_layout(
+        placed, shape, model.weights, config.zero, policy, train.sequence_parallel, train.accumulation
+    )
+    context = Context(
+        dtype=policy.compute,
+        shard=layout.shard,
+        dropout=arch.dropout,
+        attention=attention_kernel(arch, config, devices[0].platform),
+        packed=config.data.pack,
+        split_kv=arch.n_kv_heads % shape.model == 0,
+    )
+    recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed)
+    is_row = lambda x: hasattr(x, "axes")
+    roles = jax.tree.map(lambda w: w.role, model.weights, is_leaf=is_row)
+    axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
+    tx = build_optimizer(config.optim, roles, axes)
+    shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
+    shardings = state_shardings(model, layout, tx, shapes)
+    attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    abstract = jax.tree.map(attach, shapes, shardings)
+    check_replicated(
+        found, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)), train.allow_replicated
+    )
+    return Program(config, model, layout, recipe, tx, found, abstract)
+
+
+def attention_kernel(arch: Architecture, config: Config, platform: str) -> str:
+    """xla or cudnn: cudnn's kernel is for GPUs and 16-bit types."""
+    fits = platform in ("gpu", "cuda") and config.train.precision in ("bf16", "fp16", "pure-bf16")
+    if arch.attention == "cudnn" and not fits:
+        raise InputError(
+            f"model.attention cudnn needs a GPU and 16-bit precision; here are {platform} and "
+            f"{config.train.precision}: use --model.attention auto"
+        )
+    return "cudnn" if fits and arch.attention != "xla" else "xla"
+
+
+def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
+    """Refuses sizes that do not divide, before anything is compiled.
+
+    kv heads that do not divide are not refused: they are kept whole on every device of the model axis.
+
+    Raises:
+        InputError: names the size, the axis and the nearest sizes that work.
+    """
+    for name, size in (("n_heads", arch.n_heads), ("d_ff", arch.d_ff)):
+        if size % shape.model:
+            fits = [n for n in range(1, shape.model + 1) if size % n == 0]
+            raise InputError(f"model.{name} = {size} does not divide by tp = {shape.model}; tp = {fits[-1]} would")
+    if arch.n_layers % shape.stage:
+        fits = [n for n in range(1, shape.stage + 1) if arch.n_layers % n == 0]
+        raise InputError(
+            f"model.n_layers = {arch.n_layers} does not divide by pp = {shape.stage}; pp = {fits[-1]} would"
+        )
+    train = config.train
+    ways = shape.batch_ways * train.accumulation
+    if train.global_batch % ways:
+        axes = " x ".join(f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1)
+        near = max(ways, round(train.global_batch / ways) * ways)
+        raise InputError(
+            f"train.global_batch = {train.global_batch} does not divide by {axes or 'dp 1'} x accumulation "
+            f"{train.accumulation} = {ways}; try --train.global_batch {near}"
+        )
+    if train.sequence_parallel and config.data.seq_len % shape.model:
+        near = max(1, round(config.data.seq_len / shape.model)) * shape.model
+        raise InputError(
+            f"data.seq_len = {config.data.seq_len} does not divide by tp = {shape.model}, which "
+            f"train.sequence_parallel needs; try --data.seq_len {near}"
+        )
+
+
+def class_bytes(program: Program) -> dict[str, int]:
+    """Bytes on one device of each class of state, and of the gradients while they are accumulated."""
+    layout, state = program.layout, program.abstract
+    size = lambda tree: (
+        bytes_per_device(tree, jax.tree.map(lambda x: x.sharding.spec, tree), layout.shape) if tree else 0
+    )
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, layout.policy.gradients), state.params)
+    return {
+        "parameters": size(state.params),
+        "gradients": bytes_per_device(grads, jax.tree.map(lambda s: s.spec, layout.gradients), layout.shape),
+        "moments": size(state.moments),
+        "masters": size(state.masters),
+    }
+
+
+def with_mesh(config: Config, mesh: str, **more: Any) -> Config:
+    """The same configuration on another mesh, with other top-level fields replaced."""
+    return replace(config, mesh=mesh, **more)

@@ -1,0 +1,74 @@
+"""The state of training: one pytree, created sharded, donated to every step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from jaxshard.models.transformer import Model
+from jaxshard.parallel.layout import Layout
+from jaxshard.parallel.precision import LossScale
+from jaxshard.parallel.rules import weight_specs
+from jaxshard.training.optimizer import state_axes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+        step: int32, batches consumed; updates made are step - skipped.
+        params: parameters in the policy's type.
+        masters: fp32 parameters where the policy keeps them, else None.
+        moments: state of the optimizer.
+        loss_scale: dynamic loss scale where the policy scales, else None.
+        skipped: int32, updates skipped in all.
+        skipped_in_row: int32, updates skipped since the last good one.
+    """
+
+    step: jax.Array
+    params: Any
+    masters: Any
+    moments: Any
+    loss_scale: LossScale | None
+    skipped: jax.Array
+    skipped_in_row: jax.Array
+
+
+def create(model: Model, layout: Layout, tx: optax.GradientTransformation, seed: int, first_scale: float) -> TrainState:
+    """Draws the first state; traceable, so that `jit(..., out_shardings=...)` creates it sharded."""
+    policy = layout.policy
+    drawn = model.initialise(seed, policy.gradients)
+    params = jax.tree.map(lambda p: p.astype(policy.parameters), drawn)
+    # Masters start from the rounded parameters' exact source: fp32 keeps what 16 bits cannot.
+    masters = drawn if policy.masters else None
+    moments = tx.init(masters if policy.masters else params)
+    zero = lambda: jnp.zeros((), jnp.int32)
+    scale = LossScale(jnp.asarray(first_scale, jnp.float32), zero()) if policy.scaled else None
+    return TrainState(zero(), params, masters, moments, scale, zero(), zero())
+
+
+def state_shardings(model: Model, layout: Layout, tx: optax.GradientTransformation, abstract: TrainState) -> TrainState:
+    """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's."""
+    axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=lambda x: hasattr(x, "axes"))
+    source = abstract.masters if layout.policy.masters else abstract.params
+    moment_axes = state_axes(tx, source, axes)
+
+    def moment(leaf: jax.ShapeDtypeStruct, logical: tuple) -> NamedSharding:
+        return layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
+
+    moments = jax.tree.map(moment, abstract.moments, moment_axes)
+    scalars = lambda tree: jax.tree.map(lambda _: layout.scalar, tree)
+    return TrainState(
+        step=layout.scalar,
+        params=layout.parameters,
+        masters=layout.optimizer if layout.policy.masters else None,
+        moments=moments,
+        loss_scale=scalars(abstract.loss_scale),
+        skipped=layout.scalar,
+        skipped_in_row=layout.scalar,
+    )
