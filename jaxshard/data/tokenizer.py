@@ -1,0 +1,217 @@
+"""Text to token ids and back.
+
+`data.tokenizer` is one of
+  bytes              the 256 byte values of UTF-8, and 256 for the end of a document.
+  a tokenizer.json   of Hugging Face, or the folder that holds it. The end-of-document token is the `eos_token` of a
+                     tokenizer_config.json beside it, or else the first of `END_TOKENS` in its vocabulary.
+  ids, ids:EOD       for a .bin file whose tokenizer is not at hand: text is the ids, written as numbers.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from jaxshard.data.corpus import existing, read_text
+from jaxshard.errors import InputError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|endofdocument|>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek spells it with these signs
+    "[EOS]",
+    "[SEP]",
+)
+"""Names under which tokenizers know the end of a document, tried in this order."""
+
+_NONE = np.zeros(0, np.int32)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """What `data.tokenizer` says."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1."""
+        ...
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends every document; None when it is not known."""
+        ...
+
+    @property
+    def start(self) -> np.ndarray:
+        """int32 ids that stand before every document and prompt (a Llama model's begin token); often none."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32 ids [n] of the text alone, without `start` and `eod`."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns `encode` of each text, faster."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of any ids: it skips ids that stand for no text and replaces broken UTF-8; never raises."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A byte is a token."""
+
+    name = "bytes"
+    vocab_size = 257
+    eod = 256
+    start = _NONE
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        known = _known(ids, 256)
+        return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class IdTokenizer:
+    """Token ids as they are, for a .bin file whose tokenizer is not at hand."""
+
+    eod: int | None = None
+    vocab_size: int = 2**16
+    """Replaced by the largest id of the data + 1 once it is known."""
+    start = _NONE
+
+    @property
+    def name(self) -> str:
+        return "ids" if self.eod is None else f"ids:{self.eod}"
+
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        wrong = next((word for word in words if not (word.isascii() and word.isdigit()) or int(word) >= 2**31), None)
+        if wrong is not None:
+            raise InputError(f"data.tokenizer={self.name} takes token ids such as '15496 995', not {wrong!r}")
+        return np.array([int(word) for word in words], np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return " ".join(str(i) for i in np.asarray(ids).reshape(-1).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class HuggingFaceTokenizer:
+    """A tokenizer.json through the `tokenizers` package. Special tokens written out in a text are read as such."""
+
+    name: str
+    tokenizer: "tokenizers.Tokenizer"
+    vocab_size: int
+    eod: int
+    start: np.ndarray
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        clean = [text.encode("utf-8", errors="replace").decode() for text in texts]  # a surrogate would raise
+        encodings = self.tokenizer.encode_batch_fast(clean, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.tokenizer.decode(_known(ids, self.vocab_size).tolist())
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Returns the tokenizer that `data.tokenizer` names.
+
+    Raises InputError when the file is missing or broken, or has no end-of-document token.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "ids":
+        return IdTokenizer()
+    if spec.startswith("ids:"):
+        if not spec[4:].isascii() or not spec[4:].isdigit():
+            raise InputError(f"data.tokenizer {spec!r}: after ids: comes the end-of-document id, such as ids:50256")
+        return IdTokenizer(eod=int(spec[4:]))
+    return _load_hugging_face(spec)
+
+
+def _load_hugging_face(spec: str) -> HuggingFaceTokenizer:
+    import tokenizers  # only these need it
+
+    kinds = "bytes, ids, or the path of a tokenizer.json (names on the Hugging Face hub are not downloaded)"
+    path = existing(spec, "data.tokenizer", kinds)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(f"data.tokenizer {spec!r} is a folder without a tokenizer.json: it must be {kinds}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(read_text(path))
+    except InputError:
+        raise
+    except Exception as error:  # the package raises plain Exception
+        raise InputError(f"data.tokenizer {spec!r} is not a Hugging Face tokenizer.json: {error}") from error
+    # files saved after fine-tuning often carry these; they would cut or pad every document
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    names = [*_configured_end(path.with_name("tokenizer_config.json")), *END_TOKENS]
+    ids = [tokenizer.token_to_id(name) for name in names]
+    eod = next((i for i in ids if i is not None), None)
+    if eod is None:
+        raise InputError(
+            f"data.tokenizer {spec!r} with {tokenizer.get_vocab_size():,} tokens has no end-of-document token: none of "
+            f"{', '.join(names)} is in its vocabulary. Name one of its tokens in a tokenizer_config.json beside it: "
+            '{"eos_token": "..."}'
+        )
+    # the largest id, not the number of entries: some vocabularies have gaps
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return HuggingFaceTokenizer(spec, tokenizer, vocab_size, eod, _template_start(tokenizer))
+
+
+def _template_start(tokenizer: "tokenizers.Tokenizer") -> np.ndarray:
+    """Returns the special tokens that the tokenizer's own template puts before a text."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a").ids
+    at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    return np.array(full[:at], np.int32)
+
+
+def _configured_end(path: Path) -> list[str]:
+    """Returns the eos_token of a tokenizer_config.json, where there is one."""
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    end = config.get("eos_token") if isinstance(config, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return [end] if isinstance(end, str) else []
+
+
+def _known(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    """Returns the ids in [0, size), flat, as int64."""
+    flat = np.asarray(ids, dtype=np.int64).reshape(-1)
+    return flat[(flat >= 0) & (flat < size)]
