@@ -129,7 +129,7 @@ def build_program(
     is_row = lambda x: hasattr(x, "axes")
     roles = jax.tree.map(lambda w: w.role, model.weights, is_leaf=is_row)
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
-    tx = build_optimizer(config.optim, roles, axes)
+    tx = build_optimizer(config.optim, roles, axes, {"vocab": arch.vocab_size}, policy.moments)
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
     shardings = state_shardings(model, layout, tx, shapes)
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

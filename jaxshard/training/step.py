@@ -57,11 +57,10 @@ def train_step(
         grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
     old = state.masters if policy.masters else place(state.params)
-    # A policy without masters keeps its moments in the parameters' type, so its gradients meet them there.
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     directions, moments = tx.update(grads, state.moments, old)
     rate = lr(state.step - state.skipped)
-    updated = jax.tree.map(lambda p, d: p - (rate.astype(d.dtype) * d).astype(p.dtype), old, directions)
+    move = lambda p, d: (p.astype(d.dtype) - rate.astype(d.dtype) * d).astype(p.dtype)
+    updated = jax.tree.map(move, old, directions)
     keep = lambda new, before: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, before)
     updated, moments = keep(updated, old), keep(moments, state.moments)
     params = jax.tree.map(
