@@ -154,6 +154,7 @@ def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
     hidden = tuple(f"{option.name}." for option in own_options)
     config_options = [option for option in options_of(base) if not option.name.startswith(hidden)]
     options = [*own_options, *options_of(CommonOptions()), *config_options]
+    _refuse_others_options(command, argv, {option.name for option in options})
     parser = make_parser(
         options,
         prog=f"{_program()} {command.name}",
@@ -164,6 +165,15 @@ def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
     values = parse_arguments(parser, options, argv)
     own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
     return Invocation(command, common, own, config)
+
+
+def _refuse_others_options(command: Command, argv: list[str], names: set[str]) -> None:
+    """Raises InputError for an option of another command, which a nearest name would only obscure."""
+    for token in argv:
+        name = token.removeprefix("--").partition("=")[0].replace("-", "_")
+        for other in COMMANDS:
+            if token.startswith("--") and name not in names and hasattr(other.options, name):
+                raise InputError(f"--{name} is an option of {other.name}, not of {command.name}")
 
 
 def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, file: str | None) -> Config:

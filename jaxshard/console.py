@@ -24,7 +24,7 @@ class Console:
     """
 
     def __init__(self, file: TextIO | None = None):
-        self._rich = RichConsole(file=file or sys.stdout, highlight=False)
+        self._rich = RichConsole(file=file or sys.stdout, highlight=False, emoji=False)
         self._muted = False
 
     @property

@@ -6,6 +6,7 @@ string is the help text. jsonargparse converts and checks the types; the message
 
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -47,25 +48,22 @@ class Option:
     """Value of the option written without one; None: it needs a value."""
 
 
-def options_of(instance: Any, prefix: str = "", heading: str = "") -> list[Option]:
+def options_of(instance: Any, prefix: str = "") -> list[Option]:
     """Returns a row for each field of a dataclass instance, nested groups included; its values are the defaults.
 
     A field's doc string is the help text; its metadata may hold "bare", the value of the option without a value.
     """
-    cls = type(instance)
-    hints = typing.get_type_hints(cls)
-    parsed = docstring_parser.parse_from_object(cls)
-    docs = {param.arg_name: param.description or "" for param in parsed.params}
-    heading = heading or (parsed.short_description or cls.__name__).rstrip(".")
+    hints = typing.get_type_hints(type(instance))
+    title, docs = _doc_strings(type(instance))
     rows = []
     for field in dataclasses.fields(instance):
         name, value = prefix + field.name, getattr(instance, field.name)
         if dataclasses.is_dataclass(value):
             rows += options_of(value, f"{name}.")
         else:
-            hint, doc = hints[field.name], " ".join(docs[field.name].split())
+            hint = hints[field.name]
             bare = True if hint in (bool, bool | None) else field.metadata.get("bare")
-            rows.append(Option(name, hint, value, doc, heading, bare))
+            rows.append(Option(name, hint, value, docs[field.name], title, bare))
     return rows
 
 
@@ -150,6 +148,14 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return "a list such as " + ("[1,2]" if int in arguments else "[a,b]")
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+@functools.cache
+def _doc_strings(cls: type) -> tuple[str, dict[str, str]]:
+    """Returns the first line of a dataclass's doc string, and the doc string under each field."""
+    parsed = docstring_parser.parse_from_object(cls)
+    docs = {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
+    return (parsed.short_description or cls.__name__).rstrip("."), docs
 
 
 def _normal(argv: list[str]) -> list[str]:
