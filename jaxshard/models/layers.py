@@ -183,18 +183,30 @@ def attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, segments_BxT: jax.Array, ctx: Contex
         return jax.nn.dot_product_attention(
             q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask=mask, is_causal=True, implementation="cudnn"
         )
-    # Written out because jax's own softmax is always fp32, and comparisons in fp64 need all of it.
-    B, T, H, E = q_BxTxHxE.shape
-    K = k_BxTxKxE.shape[2]
-    dtype = jnp.promote_types(q_BxTxHxE.dtype, jnp.float32)
-    q = q_BxTxHxE.reshape(B, T, K, H // K, E)
-    logits = jnp.einsum("btkge,buke->bkgtu", q, k_BxTxKxE, preferred_element_type=dtype) / E**0.5
-    mask = jnp.tri(T, dtype=bool)[None]
+    mask = jnp.tri(q_BxTxHxE.shape[1], dtype=bool)[None]
     if ctx.packed:
         mask = mask & (segments_BxT[:, :, None] == segments_BxT[:, None, :])
-    logits = jnp.where(mask[:, None, None], logits, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v_BxTxKxE.dtype)
-    return jnp.einsum("bkgtu,buke->btkge", weights, v_BxTxKxE).reshape(B, T, H, E)
+    return attend_masked(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask)
+
+
+def attend_masked(q_BxTxHxE, k_BxUxKxE, v_BxUxKxE, mask_BxTxU: jax.Array) -> jax.Array:
+    """Attention of T queries over U keys where the mask is true, softmax in fp32 or wider; returns [B, T, H, E].
+
+    Written out because jax's own softmax is always fp32, and comparisons in fp64 need all of it.
+    """
+    B, T, H, E = q_BxTxHxE.shape
+    K = k_BxUxKxE.shape[2]
+    dtype = jnp.promote_types(q_BxTxHxE.dtype, jnp.float32)
+    q = q_BxTxHxE.reshape(B, T, K, H // K, E)
+    logits = jnp.einsum("btkge,buke->bkgtu", q, k_BxUxKxE, preferred_element_type=dtype) / E**0.5
+    logits = jnp.where(mask_BxTxU[:, None, None], logits, jnp.finfo(dtype).min)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v_BxUxKxE.dtype)
+    return jnp.einsum("bkgtu,buke->btkge", weights, v_BxUxKxE).reshape(B, T, H, E)
+
+
+Recall = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array, Any]]
+"""(keys [B, T, K, E], values) of the new tokens -> (keys [B, U, K, E], values, mask [B, T, U], memory): all that the
+new tokens may look at, and the memory with them in it."""
 
 
 class Attention(nnx.Module):
@@ -231,20 +243,30 @@ class Attention(nnx.Module):
             q, k = rope(q, positions_BxT, self.arch), rope(k, positions_BxT, self.arch)
         return q, k, v
 
+    def spread(self, k_BxUxKxE: jax.Array, v_BxUxKxE: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as attention takes them: repeated to one a query head where they are not split with them."""
+        if ctx.split_kv:
+            return k_BxUxKxE, v_BxUxKxE
+        # Each device holds all kv heads and only its query heads: give every query head its own copy.
+        each = self.arch.n_heads // self.arch.n_kv_heads
+        repeat = lambda a: ctx.shard(jnp.repeat(a, each, axis=2), ("batch", "sequence", "heads", "head_dim"))
+        return repeat(k_BxUxKxE), repeat(v_BxUxKxE)
+
     def merge(self, y_BxTxHxE: jax.Array, ctx: Context) -> jax.Array:
         """Output projection; heads are summed over."""
+        y_BxTxHxE = ctx.shard(y_BxTxHxE, ("batch", "sequence", "heads", "head_dim"), "attention")
         y = einsum("bthe,hed->btd", y_BxTxHxE, self.out[...])
         return add_bias(y, self.out_bias[...]) if self.biased else y
 
     def __call__(self, x_BxTxD: jax.Array, info: TokenInfo, ctx: Context) -> jax.Array:
         q, k, v = self.project(x_BxTxD, info.positions, ctx)
-        if not ctx.split_kv:
-            # Each device holds all kv heads and only its query heads: give every query head its own copy.
-            each = self.arch.n_heads // self.arch.n_kv_heads
-            axes = ("batch", "sequence", "heads", "head_dim")
-            k, v = (ctx.shard(jnp.repeat(a, each, axis=2), axes) for a in (k, v))
-        y = attend(q, k, v, info.segments, ctx)
-        return self.merge(ctx.shard(y, ("batch", "sequence", "heads", "head_dim"), "attention"), ctx)
+        return self.merge(attend(q, *self.spread(k, v, ctx), info.segments, ctx), ctx)
+
+    def recalling(self, x_BxTxD: jax.Array, info: TokenInfo, recall: Recall, ctx: Context) -> tuple[jax.Array, Any]:
+        """Attention over what `recall` remembers; returns it with the memory."""
+        q, k, v = self.project(x_BxTxD, info.positions, ctx)
+        k, v, mask_BxTxU, memory = recall(k, v)
+        return self.merge(attend_masked(q, *self.spread(k, v, ctx), mask_BxTxU), ctx), memory
 
 
 class MLP(nnx.Module):
@@ -284,20 +306,25 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, info: TokenInfo, layer: jax.Array, ctx: Context) -> jax.Array:
         """Args: residual stream [B, T, D]; its token info; number of the layer (for dropout); how to run."""
-        attention = lambda x: self.attention(x, info, ctx)
-        return self.residual(
-            self.residual(x_BxTxD, self.norm1, attention, "attention_out", info, 2 * layer + 1, ctx),
-            self.norm2,
-            lambda x: self.mlp(x, ctx),
-            "mlp_out",
-            info,
-            2 * layer + 2,
-            ctx,
-        )
+        y = self.attention(self.normed(self.norm1, x_BxTxD, ctx), info, ctx)
+        return self.feed_forward(self.add(x_BxTxD, y, "attention_out", info, 2 * layer + 1, ctx), info, layer, ctx)
 
-    def residual(self, x_BxTxD, norm, branch, name, info: TokenInfo, site, ctx: Context) -> jax.Array:
-        """x + dropout(branch(norm(x))), the stream kept in its own layout and the branch's input whole in sequence."""
+    def recalling(self, x_BxTxD: jax.Array, info: TokenInfo, recall: Recall, ctx: Context) -> tuple[jax.Array, Any]:
+        """The same without dropout, with attention over what `recall` remembers; also returns the memory."""
+        y, memory = self.attention.recalling(self.normed(self.norm1, x_BxTxD, ctx), info, recall, ctx)
+        return self.feed_forward(self.add(x_BxTxD, y, "attention_out", info, 0, ctx), info, 0, ctx), memory
+
+    def feed_forward(self, x_BxTxD: jax.Array, info: TokenInfo, layer: jax.Array | int, ctx: Context) -> jax.Array:
+        """The block's second half."""
+        y = self.mlp(self.normed(self.norm2, x_BxTxD, ctx), ctx)
+        return self.add(x_BxTxD, y, "mlp_out", info, 2 * layer + 2, ctx)
+
+    def normed(self, norm: Norm, x_BxTxD: jax.Array, ctx: Context) -> jax.Array:
+        """The input of a branch: normed, and whole in sequence."""
+        return ctx.shard(norm(x_BxTxD), ("batch", "sequence", "embed"), "norm")
+
+    def add(self, x_BxTxD, y_BxTxD, name: str, info: TokenInfo, site: jax.Array | int, ctx: Context) -> jax.Array:
+        """x + dropout(y), with y and the stream in the stream's own layout."""
         stream = ("batch", "residual_sequence", "embed")
-        y = ctx.shard(norm(x_BxTxD), ("batch", "sequence", "embed"), "norm")
-        y = ctx.shard(branch(y), stream, name)
+        y = ctx.shard(y_BxTxD, stream, name)
         return ctx.shard(x_BxTxD + dropout(y, ctx.dropout, info.keys, site), stream, "residual")
