@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input (one message), 3 stopped by a signal after savin
 import contextlib
 import importlib
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -47,9 +48,9 @@ class Invocation:
 
 def main() -> NoReturn:
     """Runs the command line of this process and exits."""
-    code = run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.exit(code)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal lacks must not end a long run
+        sys.stdout.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of what is printed, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:
@@ -92,7 +93,7 @@ def understand(argv: list[str]) -> Invocation:
     first = _parse(command, argv, Config())
     file = first.common.config
     base = load_config(file) if file else Config()
-    folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}")
+    folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}").expanduser()
     needs = command.saved_run(first.options)
     if needs != "no":
         base = _with_saved(base, needs, command, folder, file)

@@ -234,8 +234,8 @@ class EvalConfig:
 
     every: int = 100
     """Updates between evaluations; 0 evaluates at the end only."""
-    batches: int = 0
-    """Evaluation batches; 0 takes the whole held-out set."""
+    batches: int = 16
+    """Batches of held-out rows, spread evenly over them; 0 takes the whole held-out set."""
 
     def __post_init__(self):
         _require(_not_negative(self.every), "eval.every", self.every, "0 (at the end only) or positive")

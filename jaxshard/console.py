@@ -9,10 +9,11 @@ from typing import TextIO
 from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
+_CONTROLS = {code: "\ufffd" for code in (*range(32), 127) if chr(code) not in "\t\n"}
 _RATES = {"tokens_per_second": "tokens/s"}
 _UNITS = {"mfu": "%"}
 
@@ -24,7 +25,8 @@ class Console:
     """
 
     def __init__(self, file: TextIO | None = None):
-        self._rich = RichConsole(file=file or sys.stdout, highlight=False, emoji=False)
+        self._file = file or sys.stdout
+        self._rich = RichConsole(file=self._file, highlight=False, emoji=False)
         self._muted = False
 
     @property
@@ -38,7 +40,8 @@ class Console:
 
     def line(self, text: str = "", style: str = "") -> None:
         """Prints a line; `style` is a rich style such as "bold" or "green", seen on a terminal only."""
-        self._print(Text(text, style=style) if self.interactive else text)
+        # A model's output may hold any character: on a terminal none of them may move the cursor.
+        self._print(Text(text.translate(_CONTROLS), style=style) if self.interactive else text)
 
     def heading(self, text: str) -> None:
         """Prints the title of what follows."""
@@ -78,31 +81,36 @@ class Console:
         if self._muted or not self.interactive:
             yield PlainProgress(self, total, start, every, what)
             return
-        with _bar(self._rich) as bar:
+        with _bar(self._rich, total) as bar:
             yield LiveProgress(bar, total, start, what)
 
     def _print(self, what: object) -> None:
-        if not self._muted:
-            self._rich.print(what, markup=False, soft_wrap=not self.interactive)
+        if self._muted:
+            return
+        if self.interactive:
+            self._rich.print(what)
+        else:  # as it is: rich would turn tabs into spaces
+            print(what, file=self._file, flush=True)
 
 
 class LiveProgress:
     """The bar of a terminal: step, figures, a line of the loss's history, time spent and time left."""
 
     def __init__(self, bar: Progress, total: int, start: int, what: str):
-        self._bar, self._clock, self._losses = bar, _Clock(total, start), list[float]()
-        self._task = bar.add_task(what, total=total, completed=start, figures="compiling", history="", left="")
+        self._bar, self._total, self._losses = bar, total, list[float]()
+        self._clock = _Clock(total, start)
+        self._task = bar.add_task(what, total=total, completed=start, figures="first step", history="", left="")
 
     def update(self, step: int, **figures: float | None) -> None:
         """Moves the bar to `step` (done); figures such as loss=3.2, tokens_per_second=1e5 are shown by name."""
-        loss = figures.get("loss")
+        loss, left = figures.get("loss"), self._clock.left(step)
         self._losses += [] if loss is None else [loss]
         self._bar.update(
             self._task,
             completed=step,
             figures=figure_text(figures),
             history=sparkline(self._losses),
-            left=self._clock.left(step),
+            left=f"{left} left" if left and step < self._total else "",
         )
 
 
@@ -177,19 +185,19 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def _bar(console: RichConsole) -> Progress:
-    return Progress(
+def _bar(console: RichConsole, total: int) -> Progress:
+    """Columns for the width of the terminal: on a narrow one the history goes first, and figures are cut last."""
+    columns = [
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        MofNCompleteColumn(),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total)) + 1)),
         BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-        TextColumn("{task.fields[figures]}", markup=False),
-        TextColumn("[cyan]{task.fields[history]}"),
-        TextColumn("[dim]{task.fields[left]}"),
-        console=console,
-        expand=True,
-        refresh_per_second=4,
-    )
+        TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("[dim]{task.fields[left]}", table_column=Column(no_wrap=True)),
+    ]
+    if console.width >= 100:
+        columns.insert(5, TextColumn("[cyan]{task.fields[history]}", table_column=Column(no_wrap=True)))
+    return Progress(*columns, console=console, expand=True, refresh_per_second=4)
 
 
 def _cell(value: object) -> str:

@@ -311,6 +311,13 @@ def test_run_py_is_the_program():
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: unknown option --zzz; --help lists them\n")
 
 
+def test_characters_that_stdout_lacks_end_nothing():
+    code = "import sys; from jaxshard import cli; cli.overview = lambda: 'x \u2581'; sys.argv[1:] = ['-h']; cli.main()"
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "x ?\n"), done.stderr
+
+
 def test_output_into_a_closed_pipe_is_no_failure_with_a_traceback():
     line = f"{sys.executable} run.py train --help | head -1"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -54,6 +54,13 @@ def test_lines_are_taken_literally(pipe, terminal):
     assert pipe.getvalue() == "[bold]x[/bold] [1, 2] :smile:\n"
 
 
+def test_what_a_model_writes_stays_as_it_is_in_a_pipe_and_harmless_on_a_terminal(pipe, terminal):
+    for stream in (pipe, terminal):
+        Console(stream).line("a\tb\r\x1b[2Jc\x07")
+    assert pipe.getvalue() == "a\tb\r\x1b[2Jc\x07\n"
+    assert "\x1b[2J" not in terminal.getvalue() and "\ufffd[2Jc" in terminal.getvalue()
+
+
 def test_warnings_go_to_stderr_in_a_pipe_and_to_the_terminal_otherwise(pipe, terminal, capsys):
     Console(pipe).warn("low")
     assert pipe.getvalue() == "" and capsys.readouterr().err == "warning: low\n"
@@ -79,7 +86,7 @@ def test_progress_on_a_terminal_is_a_bar_with_figures(terminal):
         for step in range(1, 5):
             bar.update(step, loss=5.0 - step, tokens_per_second=1234.5)
     text = terminal.getvalue()
-    assert "compiling" in text, "shown until the first step is done"
+    assert "first step" in text, "shown until the first step is done"
     assert "loss 1.0000" in text and "1,234 tokens/s" in text and "4/4" in text and "━" in text and "█▆▃▁" in text
 
 
