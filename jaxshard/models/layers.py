@@ -82,18 +82,22 @@ def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], init: tuple, ro
     return nnx.Param(jnp.zeros(shape), logical_axes=axes, init=init, role=role)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """`jnp.einsum` in the type of x, whose gradient for w is summed and returned in the type of w.
 
     A weight arrives in fp32 (or wider) whatever the compute type, so the sum over tokens, and with it the reduction
     over the data axis, happens in fp32 also when activations are 16 bit wide.
     """
+    return _einsum(spec, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> Any:
     return jnp.einsum(spec, x, w.astype(x.dtype))
 
 
 def _einsum_forward(spec, x, w):
-    return einsum(spec, x, w), (x, w)
+    return _einsum(spec, x, w), (x, w)
 
 
 def _einsum_backward(spec, saved, dy):
@@ -105,7 +109,7 @@ def _einsum_backward(spec, saved, dy):
     return dx, dw
 
 
-einsum.defvjp(_einsum_forward, _einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

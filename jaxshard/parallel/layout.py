@@ -76,7 +76,7 @@ class Layout:
 
     def shard(self, x: jax.Array, axes: tuple[str | None, ...], name: str | None = None) -> jax.Array:
         """Constrains an activation by the logical names of its dims, and names it for rematerialisation."""
-        extra = {"residual_sequence": ("model",)} if self.sequence_parallel else {}
+        extra: dict[str, tuple[str, ...]] = {"residual_sequence": ("model",)} if self.sequence_parallel else {}
         if self.deferred:
             extra["batch"] = ()  # vmap over the data groups puts the batch axes on a leading dim.
         spec = activation_spec(axes, x.shape, self.shape, extra)

@@ -9,12 +9,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.errors import InputError, nearest
+
+Device = Any
+"""A jax.Device, which type checkers do not take for a class."""
 
 AXES = ("replica", "stage", "data", "model")
 SHORT = {"replica": "replica", "stage": "pp", "data": "dp", "model": "tp"}
@@ -115,7 +119,7 @@ def accelerator_present() -> bool:
     return any(Path(node).exists() for node in nodes) or "TPU_WORKER_ID" in os.environ
 
 
-def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[jax.Device]:
+def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[Device]:
     """Returns the devices to run on, faking CPU devices where there is no accelerator.
 
     Args:
@@ -139,7 +143,7 @@ def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[
         raise InputError(f"--devices {kind}: {str(error).splitlines()[0]}; try --devices cpu") from None
 
 
-def _cpu_devices(wanted: int, exact: bool) -> list[jax.Device]:
+def _cpu_devices(wanted: int, exact: bool) -> list[Device]:
     try:
         # With a CPU asked for, a GPU or TPU plugin that happens to be installed must not be started.
         jax.config.update("jax_platforms", "cpu")
@@ -155,7 +159,7 @@ def _cpu_devices(wanted: int, exact: bool) -> list[jax.Device]:
     return list(devices[:wanted]) if exact else list(devices)
 
 
-def build_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+def build_mesh(shape: MeshShape, devices: Sequence[Device]) -> Mesh:
     """Places devices on the mesh: `model` on the fastest links, `replica` across slices or hosts.
 
     Args:
@@ -166,7 +170,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(_arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _arrange(shape: MeshShape, devices: Sequence[jax.Device]) -> np.ndarray:
+def _arrange(shape: MeshShape, devices: Sequence[Device]) -> np.ndarray:
     if devices[0].platform == "tpu" and len(devices) > 1:
         from jax.experimental import mesh_utils
 

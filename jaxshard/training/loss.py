@@ -10,6 +10,7 @@ are reduced, and the [B, C, D] gradient of the input.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class LossSpec:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cross_entropy(spec: LossSpec, x_BxTxD: jax.Array, w_VxD: jax.Array, targets_BxT: jax.Array):
+def cross_entropy(spec: LossSpec, x_BxTxD: jax.Array, w_VxD: jax.Array, targets_BxT: jax.Array) -> Any:
     """Sums over all positions with a target: (objective, cross-entropy), scalars in the type of w.
 
     The objective is cross-entropy + z_loss x logsumexp^2. Only the objective carries a gradient.
@@ -90,7 +91,7 @@ def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
     else:
         (objective, entropy, dw), dx = jax.lax.scan(body, (zero, zero, dw0), (cut(x_padded), cut(targets_padded)))
         if with_gradients:
-            dx = jnp.moveaxis(dx, 0, 1).reshape(B, count * chunk, -1)[:, :T]
+            dx = jnp.moveaxis(jnp.asarray(dx), 0, 1).reshape(B, count * chunk, -1)[:, :T]
     return (objective, entropy), ((dx, dw.sum(0)) if with_gradients else None)
 
 

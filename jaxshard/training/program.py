@@ -15,7 +15,7 @@ from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES, Context
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model, describe
 from jaxshard.parallel.layout import Layout, build_layout
-from jaxshard.parallel.mesh import SHORT, MeshShape, build_mesh, resolve_mesh
+from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve_mesh
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
 from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
@@ -89,7 +89,7 @@ class Program:
 
 def build_program(
     config: Config,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
     tokenizer_size: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Program:

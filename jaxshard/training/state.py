@@ -30,13 +30,13 @@ class TrainState:
         skipped_in_row: int32, updates skipped since the last good one.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     masters: Any
     moments: Any
     loss_scale: LossScale | None
-    skipped: jax.Array
-    skipped_in_row: jax.Array
+    skipped: Any
+    skipped_in_row: Any
 
 
 def create(model: Model, layout: Layout, tx: optax.GradientTransformation, seed: int, first_scale: float) -> TrainState:
@@ -46,7 +46,7 @@ def create(model: Model, layout: Layout, tx: optax.GradientTransformation, seed:
     params = jax.tree.map(lambda p: p.astype(policy.parameters), drawn)
     # Masters start from the rounded parameters' exact source: fp32 keeps what 16 bits cannot.
     masters = drawn if policy.masters else None
-    moments = tx.init(masters if policy.masters else params)
+    moments = tx.init(drawn if policy.masters else params)
     zero = lambda: jnp.zeros((), jnp.int32)
     scale = LossScale(jnp.asarray(first_scale, jnp.float32), zero()) if policy.scaled else None
     return TrainState(zero(), params, masters, moments, scale, zero(), zero())
