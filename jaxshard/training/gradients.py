@@ -43,7 +43,9 @@ class Recipe:
         return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard)
 
 
-def batch_objective(recipe: Recipe, weights: Any, batch: dict[str, jax.Array], keys: jax.Array | None, ctx: Context):
+def batch_objective(
+    recipe: Recipe, weights: Any, batch: dict[str, jax.Array], keys: jax.Array | None, ctx: Context
+) -> Any:
     """Runs the model on sequences [B, T]; returns (objective sum, cross-entropy sum) over positions with a target.
 
     Args:
