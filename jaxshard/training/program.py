@@ -22,7 +22,7 @@ from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicat
 from jaxshard.training.gradients import Recipe, evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate
-from jaxshard.training.state import TrainState, create, state_shardings
+from jaxshard.training.state import TrainState, create, state_logical_axes, state_shardings
 from jaxshard.training.step import train_step
 
 
@@ -38,6 +38,7 @@ class Program:
         tx: the optimizer's direction.
         replicated: weights that stay whole against the rules.
         abstract: shapes, types and shardings of the state.
+        logical_axes: names of the dims of every array of the state.
     """
 
     config: Config
@@ -47,6 +48,7 @@ class Program:
     tx: optax.GradientTransformation
     replicated: list[Replicated]
     abstract: TrainState
+    logical_axes: TrainState
 
     @property
     def shardings(self) -> TrainState:
@@ -131,13 +133,14 @@ def build_program(
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
     tx = build_optimizer(config.optim, roles, axes, {"vocab": arch.vocab_size}, policy.moments)
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
-    shardings = state_shardings(model, layout, tx, shapes)
+    logical = state_logical_axes(model, layout, tx, shapes)
+    shardings = state_shardings(layout, shapes, logical)
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
     check_replicated(
         found, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)), train.allow_replicated
     )
-    return Program(config, model, layout, recipe, tx, found, abstract)
+    return Program(config, model, layout, recipe, tx, found, abstract, logical)
 
 
 def attention_kernel(arch: Architecture, config: Config, platform: str) -> str:

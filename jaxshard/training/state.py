@@ -52,22 +52,36 @@ def create(model: Model, layout: Layout, tx: optax.GradientTransformation, seed:
     return TrainState(zero(), params, masters, moments, scale, zero(), zero())
 
 
-def state_shardings(model: Model, layout: Layout, tx: optax.GradientTransformation, abstract: TrainState) -> TrainState:
-    """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's."""
+def state_logical_axes(
+    model: Model, layout: Layout, tx: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
+    """Logical axes of every array of the state, in its shape; scalars have ()."""
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=lambda x: hasattr(x, "axes"))
     source = abstract.masters if layout.policy.masters else abstract.params
-    moment_axes = state_axes(tx, source, axes)
+    scalars = lambda tree: jax.tree.map(lambda _: (), tree)
+    return TrainState(
+        step=(),
+        params=axes,
+        masters=axes if layout.policy.masters else None,
+        moments=state_axes(tx, source, axes),
+        loss_scale=scalars(abstract.loss_scale),
+        skipped=(),
+        skipped_in_row=(),
+    )
+
+
+def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState) -> TrainState:
+    """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's."""
 
     def moment(leaf: jax.ShapeDtypeStruct, logical: tuple) -> NamedSharding:
         return layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
 
-    moments = jax.tree.map(moment, abstract.moments, moment_axes)
     scalars = lambda tree: jax.tree.map(lambda _: layout.scalar, tree)
     return TrainState(
         step=layout.scalar,
         params=layout.parameters,
         masters=layout.optimizer if layout.policy.masters else None,
-        moments=moments,
+        moments=jax.tree.map(moment, abstract.moments, axes.moments),
         loss_scale=scalars(abstract.loss_scale),
         skipped=layout.scalar,
         skipped_in_row=layout.scalar,

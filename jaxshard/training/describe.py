@@ -1,0 +1,98 @@
+"""What a run is about to do, in tables: the mesh, what lies where, and how many bytes a device holds."""
+
+import math
+
+import jax
+
+from jaxshard.console import Console
+from jaxshard.parallel.mesh import AXES, SHORT
+from jaxshard.parallel.rules import local_shape
+from jaxshard.training.program import Program, class_bytes
+
+GIB = 2**30
+
+_MEANING = {
+    "replica": "copies of everything, gradients all-reduced across (slow network)",
+    "stage": "layers split into pipeline stages",
+    "data": "the batch split; gradients reduced; ZeRO shards state here",
+    "model": "heads, MLP and vocabulary split (tensor parallelism)",
+}
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: "22.35 GiB", "1.5 MiB", "12 B"."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count} B"
+
+
+def show_program(program: Program, console: Console) -> None:
+    """Prints mesh, weights and bytes of a program."""
+    layout, model = program.layout, program.model
+    kinds = {device.device_kind for device in layout.mesh.devices.flat}
+    console.table(
+        f"Mesh {layout.shape}: {layout.shape.devices} x {', '.join(sorted(kinds))}",
+        ("axis", "option", "size", "what it does"),
+        [(axis, SHORT[axis], getattr(layout.shape, axis), _MEANING[axis]) for axis in AXES],
+    )
+    rows = []
+    is_row = lambda x: hasattr(x, "axes")
+    weights = jax.tree_util.tree_leaves_with_path(model.weights, is_leaf=is_row)
+    specs = jax.tree.leaves(layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
+    for (path, row), spec in zip(weights, specs, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        local = local_shape(row.shape, spec.parameters, layout.shape)
+        rows.append(
+            (
+                name,
+                _dims(row.shape),
+                _placed(row.axes, spec.parameters),
+                _dims(local),
+                _placed(row.axes, spec.optimizer),
+            )
+        )
+    console.table(
+        f"Weights: {model.arch.parameters:,} parameters, ZeRO-{program.config.zero}",
+        ("weight", "shape", "split", "on one device", "optimizer state split"),
+        rows,
+    )
+    sizes = class_bytes(program)
+    console.line(f"Types: {layout.policy.describe()}")
+    held = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
+    console.line(f"On one device: {held}")
+    for leaf in program.replicated:
+        console.line(f"stays whole: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
+
+
+def memory_line(compiled: jax.stages.Compiled) -> str:
+    """The compiler's own account of one device's memory."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return "this backend does not report the memory of compiled programs"
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    aliased, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    total = arguments + outputs - aliased + temporary
+    return (
+        f"compiled: {size_text(total)} on one device (arguments {size_text(arguments)}, temporaries "
+        f"{size_text(temporary)}, outputs in place {100 * aliased / max(outputs, 1):.0f} %)"
+    )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "1"
+
+
+def _placed(axes: tuple[str | None, ...], spec: jax.sharding.PartitionSpec) -> str:
+    """Which dims lie on which mesh axes: "heads on tp, embed on dp"."""
+    parts = []
+    for name, entry in zip(axes, tuple(spec) + (None,) * (len(axes) - len(spec)), strict=True):
+        if entry is not None:
+            on = [SHORT[axis] for axis in ((entry,) if isinstance(entry, str) else entry)]
+            parts.append(f"{name or 'dim'} on {'+'.join(on)}")
+    return ", ".join(parts) or "whole"
+
+
+def total_bytes(program: Program) -> int:
+    """Bytes of the whole state, counted once."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))

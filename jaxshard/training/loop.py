@@ -1,0 +1,202 @@
+"""The training loop: keeps the devices busy and reads the past.
+
+The metrics of step n - 1 are fetched after step n is dispatched, so the host never waits for the step it just started.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxshard.config import Config
+from jaxshard.console import Console
+from jaxshard.data import Dataset, TrainLoader
+from jaxshard.inference.generate import sample_text
+from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.describe import memory_line, show_program
+from jaxshard.training.evaluate import Evaluator
+from jaxshard.training.metrics import Metrics, Throughput, open_metrics
+from jaxshard.training.program import Program
+from jaxshard.training.signals import StopRequest, stop_on_signal
+from jaxshard.training.start import (
+    checkpoints,
+    first_or_restored,
+    open_run,
+    prepare_output,
+    resolved,
+    run_facts,
+    write_config,
+)
+from jaxshard.training.state import TrainState
+
+STOPPED_BY_SIGNAL = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run."""
+
+    config: Config
+    program: Program
+    dataset: Dataset
+    folder: Path
+    saved: Checkpoints
+    metrics: Metrics
+    evaluator: Evaluator
+    console: Console
+    throughput: Throughput = field(default_factory=Throughput)
+
+    @property
+    def end(self) -> int:
+        """Step at which this run ends."""
+        train = self.config.train
+        return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
+
+
+def run(config: Config, *, console: Console, resume: str | None) -> dict[str, Any]:
+    """The command `train`.
+
+    Returns a summary with the exit code: 0 done, 3 stopped by a signal after saving.
+
+    Raises:
+        InputError: anything that can be known before compiling is checked before compiling.
+    """
+    began = time.monotonic()
+    folder = prepare_output(config, resume)
+    dataset, program = open_run(config)
+    config = resolved(config, program)
+    console.line(dataset.describe())
+    show_program(program, console)
+    with ExitStack() as stack:
+        saved = checkpoints(config)
+        stack.callback(saved.close)
+        state, start = first_or_restored(program, saved, resume)
+        write_config(config, folder)
+        compiled = _compile(program, console)
+        metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
+        request = stack.enter_context(stop_on_signal())
+        parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console)
+        state, step = _steps(parts, compiled, state, start, request)
+        return _finish(parts, state, step, start, request, began)
+
+
+def _compile(program: Program, console: Console) -> jax.stages.Compiled:
+    """Compiles the step once; the loop calls the result, so nothing can compile it again."""
+    began = time.monotonic()
+    compiled = program.step.lower(program.abstract, program.abstract_batch()).compile()
+    console.line(f"{memory_line(compiled)} in {time.monotonic() - began:.1f} s")
+    return compiled
+
+
+def _steps(parts: Run, compiled, state: TrainState, start: int, request: StopRequest) -> tuple[TrainState, int]:
+    """Runs updates until the end or a stop request; returns the state and the step reached."""
+    config, program, end = parts.config, parts.program, parts.end
+    batches = iter(TrainLoader(parts.dataset, config.train.global_batch, config.train.seed, start))
+    pending: tuple[int, dict[str, jax.Array]] | None = None
+    step = start
+    with ExitStack() as stack:
+        stack.callback(batches.close)  # type: ignore[attr-defined]
+        profile = stack.enter_context(_profiler(config, parts.folder))
+        progress = stack.enter_context(parts.console.progress(end, start=start, every=config.log.every))
+        while step < end and not request:
+            profile(step + 1)
+            state, metrics = compiled(state, program.place(next(batches), config.train.accumulation))
+            step += 1
+            if pending is not None:
+                _record(parts, progress, *pending)
+            pending = (step, metrics)
+            if _due(step, config.checkpoint.every) and step < end:
+                _save(parts, step, state)
+            if _due(step, config.eval.every) and step < end and parts.evaluator.possible:
+                _record(parts, progress, *pending)
+                pending = None
+                _evaluate(parts, step, state)
+        if pending is not None:
+            _record(parts, progress, *pending)
+    return state, step
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be called with the number of each step before it starts."""
+    first, last = config.log.profile_steps or (0, 0)
+    running = False
+
+    def before(step: int) -> None:
+        nonlocal running
+        if step == first:
+            jax.profiler.start_trace(str(folder / "profile"))
+            running = True
+        if running and step == last + 1:
+            jax.profiler.stop_trace()
+            running = False
+
+    try:
+        yield before
+    finally:
+        if running:
+            jax.profiler.stop_trace()
+
+
+def _save(parts: Run, step: int, state: TrainState) -> None:
+    parts.metrics.flush()
+    parts.saved.save(step, state, run_facts(parts.program))
+
+
+def _evaluate(parts: Run, step: int, state: TrainState) -> dict[str, float | int]:
+    result = parts.evaluator(state.params)
+    parts.metrics.log(step, result)
+    parts.throughput.pause()
+    return result
+
+
+def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> None:
+    """Fetches the metrics of a finished step, shows them, and logs them when due."""
+    values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+    if not parts.program.layout.policy.scaled:
+        del values["loss_scale"]
+    if values["tokens"] == 0:
+        parts.console.warn(f"step {step}: no token of the batch has a target, so nothing was updated")
+    parts.throughput.add(parts.config.train.global_batch * parts.config.data.seq_len)
+    speed = parts.throughput.tokens_per_second
+    progress.update(step, loss=values["loss"], tokens_per_second=speed)
+    if step % parts.config.log.every == 0 or step == parts.end:
+        parts.metrics.log(step, values | {"tokens_per_second": speed})
+    skips = values["skipped_in_row"]
+    if skips >= parts.config.train.max_skips:
+        raise RuntimeError(
+            f"step {step}: {skips} updates in a row were skipped because the gradient was not finite (loss scale "
+            f"{values.get('loss_scale', 1.0):g}); lower optim.lr, or look for broken data; the newest checkpoint is intact"
+        )
+
+
+def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopRequest, began: float) -> dict[str, Any]:
+    """Saves, evaluates, shows a sample, and says where everything is."""
+    console, folder = parts.console, parts.folder
+    if step > start or parts.saved.latest() is None:
+        _save(parts, step, state)
+    if request:
+        parts.saved.wait()
+        console.line(f"stopped by {request.name} after step {step}; saved. Go on with: --resume --output {folder}")
+        return {"exit_code": STOPPED_BY_SIGNAL, "step": step, "output": str(folder)}
+    summary: dict[str, Any] = {"step": step, "output": str(folder)}
+    if parts.evaluator.possible:
+        summary |= (result := _evaluate(parts, step, state))
+        console.line(f"eval_loss {result['eval_loss']:.4f} over {result['eval_tokens']:,} tokens")
+    parts.saved.wait()
+    (sample,) = sample_text(parts.program, state.params, parts.dataset.tokenizer, prompt="def ", max_new_tokens=120)
+    summary["sample"] = sample
+    console.heading("Sample")
+    console.line(sample)
+    console.heading(f"Done: step {step} in {time.monotonic() - began:.0f} s")
+    for what, name in (("configuration", "config.yaml"), ("metrics", "metrics.jsonl"), ("checkpoints", "checkpoints")):
+        console.line(f"{what:13}  {folder / name}")
+    return summary
