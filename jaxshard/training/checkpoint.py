@@ -1,0 +1,360 @@
+"""Checkpoints on Orbax: written in the background, complete or not there, restored onto any mesh.
+
+    <folder>/<step>/state   the arrays, under flat names such as "params.blocks.attention.query"
+    <folder>/<step>/meta    JSON: the caller's values, and name, shape and type of every array
+
+Orbax writes into <step>.orbax-checkpoint-tmp and renames it at the end, so a folder that is named by a number is
+complete unless something else has touched it. Its CheckpointManager is not used: it takes an empty folder for the
+newest checkpoint, forgets the good ones after a failed save, and skips saves silently.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxshard.errors import InputError, nearest
+
+_PARTS = ("state/_METADATA", "state/manifest.ocdbt", "meta/metadata")
+_UNFINISHED, _DELETED, _ASIDE = ".orbax-checkpoint-tmp", ".deleted", ".incomplete"
+
+
+@dataclass(frozen=True)
+class SavedArray:
+    """One array of a checkpoint: its name, shape and type, as in `params.head.norm.scale float32 [64]`."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: finished updates.
+        arrays: in the order of their names.
+        meta: the values that were saved beside them.
+    """
+
+    step: int
+    arrays: tuple[SavedArray, ...]
+    meta: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays, before compression."""
+        return sum(array.bytes for array in self.arrays)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, oldest first; [] where there is no such folder."""
+    try:
+        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(name) for name in names if _is_complete(folder / name))
+
+
+def _is_complete(path: Path) -> bool:
+    return all((path / part).is_file() for part in _PARTS)
+
+
+def describe(folder: Path, step: int | None = None) -> Description:
+    """Reads what a checkpoint holds, from its JSON alone: no arrays are read and no device is started.
+
+    Args:
+        folder: the folder of checkpoints.
+        step: which one; None is the newest.
+
+    Raises:
+        InputError: there is no such checkpoint, or its JSON is damaged.
+    """
+    steps = complete_steps(folder)
+    if not steps:
+        raise InputError(f"{folder} holds no complete checkpoint; train first, or name another --output")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise InputError(
+            f"{folder} holds no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+        )
+    try:
+        saved = json.loads((folder / str(step) / "meta" / "metadata").read_text())
+        arrays = tuple(SavedArray(path, tuple(shape), dtype) for path, (dtype, shape) in saved["arrays"].items())
+        return Description(step, arrays, saved["meta"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder, step, error) from error
+
+
+class Checkpoints:
+    """The checkpoints of one run. A context manager; on leaving, it waits for the save that is under way.
+
+    Args:
+        folder: created on the first save.
+        keep: newest checkpoints that are kept; older ones are deleted once a newer one is complete.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3):
+        assert keep > 0
+        self.folder = Path(folder).absolute()
+        self._keep = keep
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._pending: tuple[int, int] | None = None  # Step and bytes of the save under way.
+        self._sweeper: threading.Thread | None = None
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return complete_steps(self.folder)
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
+        """Copies the state to the host and writes it in the background.
+
+        When it returns, the arrays may be donated. An earlier save that is still under way is waited for.
+
+        Args:
+            step: finished updates.
+            state: pytree of jax arrays.
+            meta: JSON values: data position, configuration, ...
+
+        Returns:
+            False if a complete checkpoint of this step is there already, which is left as it is.
+
+        Raises:
+            InputError: the folder cannot be written, the disk is full (also for the save before this one), or the
+                folder holds a newer checkpoint.
+        """
+        self.wait()
+        steps = self.steps()
+        if step in steps:
+            return False
+        if steps and steps[-1] > step:
+            raise InputError(
+                f"{self.folder} holds a checkpoint of step {steps[-1]}, newer than the step {step} to be saved; "
+                "move it away, or choose another --output"
+            )
+        flat = _flatten(state)
+        arrays = {path: [x.dtype.name, list(x.shape)] for path, x in flat.items()}
+        content = {"arrays": arrays, "meta": dict(meta)}
+        json.dumps(content)  # What is no JSON is told here and not by a thread.
+        self._pending = step, sum(x.nbytes for x in flat.values())
+        with self._clear_errors():
+            if jax.process_index() == 0:
+                self._make_room(step)
+            self._writer = self._writer or ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat), meta=ocp.args.JsonSave(content))
+            self._writer.save(self.folder / str(step), args=args)
+        return True
+
+    def wait(self) -> None:
+        """Waits until the last save is complete, then deletes checkpoints that are too old.
+
+        Raises:
+            InputError: that save failed; told once.
+        """
+        if self._writer is not None and self._pending is not None:
+            with self._clear_errors():
+                self._writer.wait_until_finished()
+                self._pending = None
+                if jax.process_index() == 0:
+                    self._prune()
+        if self._sweeper is not None:
+            self._sweeper.join()
+
+    def restore(
+        self,
+        step: int,
+        abstract: Any,
+        partial: bool = False,
+        axes: Any = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reads a checkpoint onto the devices, each array sharded as asked whatever mesh it was saved from.
+
+        Args:
+            step: which checkpoint.
+            abstract: pytree of `jax.ShapeDtypeStruct` with shardings (without one: the first device).
+            partial: whether the checkpoint may hold more than `abstract` (for the parameters alone, say).
+            axes: pytree like `abstract` of tuples of logical axes, if padding may differ.
+            sizes: size without padding of the logical axes that are padded; such a dim is cut or filled with zeros.
+
+        Returns:
+            The state, bit for bit, and the meta values.
+
+        Raises:
+            InputError: no such checkpoint; it is damaged; an array is missing, left over, or of another shape or type.
+        """
+        self.wait()
+        found = describe(self.folder, step)
+        wanted = _flatten(abstract)
+        resized = _padded_paths(abstract, axes, sizes or {})
+        _check_fit(self.folder, found, wanted, partial, resized)
+        place = lambda x: x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        targets = {
+            path: ocp.ArrayRestoreArgs(
+                sharding=place(x), global_shape=x.shape, dtype=x.dtype, strict=path not in resized
+            )
+            for path, x in wanted.items()
+        }
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=targets, partial_restore=True)
+        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        try:
+            flat = reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self.folder, step, error) from error
+        finally:
+            reader.close()
+        return jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted]), found.meta
+
+    def close(self) -> None:
+        """Waits for the last save and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_room(self, step: int) -> None:
+        """Removes what killed runs left, and moves an incomplete checkpoint of this step aside."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if _UNFINISHED in path.name or path.name.endswith(_DELETED):
+                shutil.rmtree(path)
+        target = self.folder / str(step)
+        if target.exists():
+            aside = target.with_name(target.name + _ASIDE)
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+
+    def _prune(self) -> None:
+        """Deletes old checkpoints: renamed first, so that none is ever there in part; then removed in a thread."""
+        gone = [self.folder / f"{step}{_DELETED}" for step in self.steps()[: -self._keep]]
+        for path in gone:
+            path.with_name(path.name.removesuffix(_DELETED)).rename(path)
+        if gone:
+            self._sweeper = threading.Thread(target=_remove, args=(gone,), name="delete_checkpoints")
+            self._sweeper.start()
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        """Turns what Orbax and the file system raise into one message; the failed save is then forgotten."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            step, size = self._pending or (0, 0)
+            self._pending = None
+            free, good = "", self.latest()
+            with contextlib.suppress(OSError):
+                free = f" (the state has {size:,} bytes, {shutil.disk_usage(_existing(self.folder)).free:,} are free)"
+            raise InputError(
+                f"checkpoint {step} cannot be written to {self.folder}: {_reason(error)}{free}; free some space, make "
+                "the folder writable, or choose another --output. Newest complete checkpoint: "
+                f"{'none' if good is None else good}"
+            ) from error
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() or path == path.parent else _existing(path.parent)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in a few words; tensorstore hides the system's error number in a long text."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300]
+
+
+def _damaged(folder: Path, step: int, error: BaseException) -> InputError:
+    others = [other for other in complete_steps(folder) if other != step]
+    return InputError(
+        f"checkpoint {step} in {folder} is damaged: {_reason(error)}; move {folder / str(step)} away to use "
+        f"{f'the one of step {others[-1]}' if others else 'an earlier one (there is none here)'}"
+    )
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Keeps Orbax's log off the terminal: whatever matters in it is raised too."""
+    return "orbax" not in record.pathname
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """Turns a pytree into {"params.blocks.attention.query": leaf}, in the order of its leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    assert len(flat) == len(leaves), "two leaves with one name"
+    return flat
+
+
+def _padded_paths(abstract: Any, axes: Any, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Padded dims of every array that has some: {path: {dim: size without padding}}."""
+    if axes is None:
+        return {}
+    names = jax.tree.structure(abstract).flatten_up_to(axes)
+    dims = lambda some: {i: sizes[name] for i, name in enumerate(some) if name in sizes}
+    return {path: dims(some) for path, some in zip(_flatten(abstract), names, strict=True) if dims(some)}
+
+
+def _check_fit(
+    folder: Path, found: Description, wanted: Mapping[str, Any], partial: bool, padded: Mapping[str, dict[int, int]]
+) -> None:
+    """Compares a checkpoint with what is asked for, before anything is read: Orbax would cast or pad in silence."""
+    saved = {array.path: array for array in found.arrays}
+    wrong = []
+    for path, x in wanted.items():
+        here = SavedArray(path, tuple(x.shape), x.dtype.name)
+        if path not in saved:
+            wrong.append(f"{path} ({here}) is not in it{nearest(path, saved)}")
+            continue
+        there = saved[path]
+        # A padded dim may have any size that holds the true one.
+        same = len(there.shape) == len(here.shape) and all(
+            a == b or min(a, b) >= padded.get(path, {}).get(i, math.inf)
+            for i, (a, b) in enumerate(zip(there.shape, here.shape, strict=True))
+        )
+        if not same or there.dtype != here.dtype:
+            wrong.append(f"{path} is {there} in it and {here} here")
+    if not partial:
+        wrong += [f"{path} ({saved[path]}) is only in it" for path in saved if path not in wanted]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError(
+            f"checkpoint {found.step} in {folder} does not fit this configuration: {'; '.join(wrong[:3])}{more}. "
+            "Use the configuration that it was trained with (config.yaml beside it), or another --output"
+        )
