@@ -93,6 +93,18 @@ class InspectOptions:
 
 
 @dataclass(frozen=True)
+class CheckOptions:
+    """Options of check"""
+
+    tolerance: float = 1e-10
+    """Largest relative error of loss and gradients; in fp64 rounding is some 1e-15."""
+
+    def __post_init__(self):
+        if not 0 < self.tolerance < 1:
+            raise InputError(f"tolerance is {self.tolerance!r}: it must be between 0 and 1, such as 1e-10")
+
+
+@dataclass(frozen=True)
 class Command:
     """One row: the name, one line of help, the function to import, its options, and whether it needs a run."""
 
@@ -131,5 +143,11 @@ COMMANDS = (
         "jaxshard.insight.inspect:run",
         InspectOptions(),
         lambda options: options.saved_run,
+    ),
+    Command(
+        "check",
+        "Compute one step on the mesh and on one device, and say whether they agree.",
+        "jaxshard.training.check:run",
+        CheckOptions(),
     ),
 )

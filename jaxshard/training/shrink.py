@@ -1,0 +1,82 @@
+"""A configuration made small enough to compute twice in fp64, with everything kept that decides how it is sharded."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+
+from jaxshard.config import Config, ModelConfig
+from jaxshard.models.presets import Architecture
+from jaxshard.models.transformer import describe
+from jaxshard.parallel.mesh import MeshShape
+
+
+def alike(size: int, small: int, *ways: int) -> int:
+    """Smallest number from min(size, small) on that shares with every one of `ways` the factor that `size` shares."""
+    same = lambda n: all(math.gcd(n, way) == math.gcd(size, way) for way in ways)
+    return next(n for n in range(min(size, small), size + 1) if same(n))
+
+
+def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
+    """Returns the configuration with sizes reduced and number types set to fp64.
+
+    Mesh, ZeRO stage, family, ties, dropout, optimizer, accumulation, rematerialisation and sequence parallelism stay.
+    Every size keeps the factor that it shares with the mesh axes it lies on: what divides still divides, what is kept
+    whole or padded still is. Query heads per kv head stay; fewer kv heads than tp stay fewer.
+
+    Args:
+        config: of the user, which fits the mesh.
+        arch: its model, completed.
+        shape: the mesh.
+    """
+    train, T = config.train, config.data.seq_len
+    length = alike(T, 12, shape.model)
+    rows = shape.batch_ways * train.accumulation
+    if train.loss_chunk >= T:
+        chunk = length
+    else:
+        chunk = length // 2 + (1 if T % train.loss_chunk else 0)
+    return replace(
+        config,
+        model=_model(arch, shape, length, config.model),
+        data=replace(config.data, seq_len=length),
+        train=replace(
+            train,
+            global_batch=rows * min(train.global_batch // rows, 2),
+            loss_chunk=chunk,
+            precision="fp64",
+            # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
+            allow_replicated=tuple(_paths(describe(arch).weights)),
+        ),
+    )
+
+
+def _paths(weights: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=lambda x: hasattr(x, "axes"))
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
+
+def _model(arch: Architecture, shape: MeshShape, length: int, given: ModelConfig) -> ModelConfig:
+    each = arch.n_heads // arch.n_kv_heads
+    fits = lambda k: (
+        (each * k) % shape.model == 0 and math.gcd(k, shape.model) == math.gcd(arch.n_kv_heads, shape.model)
+    )
+    kv_heads = next(k for k in range(min(arch.n_kv_heads, 2), arch.n_kv_heads + 1) if fits(k))
+    split = shape.data * shape.model
+    width = alike(arch.d_model, 16, split)
+    pad = math.lcm(64, shape.stage * shape.model)
+    kept = {f.name: getattr(arch, f.name) for f in fields(ModelConfig) if hasattr(arch, f.name)}
+    small = dict(
+        preset=None,
+        vocab_size=pad if arch.vocab_size % pad == 0 else pad - 5,
+        d_model=width,
+        n_layers=alike(arch.n_layers, 2, shape.stage),
+        n_heads=each * kv_heads,
+        n_kv_heads=kv_heads,
+        head_dim=alike(arch.head_dim, 4, 2, shape.data),
+        d_ff=alike(arch.d_ff, width + 8, split),
+        max_seq_len=alike(arch.max_seq_len, length, shape.data),
+        attention="xla",
+    )
+    return replace(given, **(kept | small))
