@@ -201,8 +201,6 @@ def test_padding_may_differ_where_it_is_allowed(saved):
         saved.restore(1, target, axes=axes, sizes=sizes)
 
 
-# Reads that fail after the first one have nobody left to tell.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_is_told(saved):
     for step in (1, 2):
         saved.save(step, small(step), {})

@@ -1,109 +1,29 @@
 """Checkpoints on Orbax: written in the background, complete or not there, restored onto any mesh.
 
-    <folder>/<step>/state   the arrays, under flat names such as "params.blocks.attention.query"
-    <folder>/<step>/meta    JSON: the caller's values, and name, shape and type of every array
-
-Orbax writes into <step>.orbax-checkpoint-tmp and renames it at the end, so a folder that is named by a number is
-complete unless something else has touched it. Its CheckpointManager is not used: it takes an empty folder for the
-newest checkpoint, forgets the good ones after a failed save, and skips saves silently.
+`saved` says what is on the disk. Orbax writes into <step>.orbax-checkpoint-tmp and renames it at the end. Its
+CheckpointManager is not used: it takes an empty folder for the newest checkpoint, forgets the good ones after a failed
+save, and skips saves silently.
 """
 
 import contextlib
 import json
 import logging
-import math
-import os
-import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jaxshard.errors import InputError, nearest
+from jaxshard.errors import InputError
+from jaxshard.training.saved import Description, SavedArray, check_fit, complete_steps, damaged, describe, reason
 
-_PARTS = ("state/_METADATA", "state/manifest.ocdbt", "meta/metadata")
+__all__ = ["Checkpoints", "Description", "SavedArray", "complete_steps", "describe"]
+
 _UNFINISHED, _DELETED, _ASIDE = ".orbax-checkpoint-tmp", ".deleted", ".incomplete"
-
-
-@dataclass(frozen=True)
-class SavedArray:
-    """One array of a checkpoint: its name, shape and type, as in `params.head.norm.scale float32 [64]`."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a checkpoint holds.
-
-    Attributes:
-        step: finished updates.
-        arrays: in the order of their names.
-        meta: the values that were saved beside them.
-    """
-
-    step: int
-    arrays: tuple[SavedArray, ...]
-    meta: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all arrays, before compression."""
-        return sum(array.bytes for array in self.arrays)
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first; [] where there is no such folder."""
-    try:
-        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(name) for name in names if _is_complete(folder / name))
-
-
-def _is_complete(path: Path) -> bool:
-    return all((path / part).is_file() for part in _PARTS)
-
-
-def describe(folder: Path, step: int | None = None) -> Description:
-    """Reads what a checkpoint holds, from its JSON alone: no arrays are read and no device is started.
-
-    Args:
-        folder: the folder of checkpoints.
-        step: which one; None is the newest.
-
-    Raises:
-        InputError: there is no such checkpoint, or its JSON is damaged.
-    """
-    steps = complete_steps(folder)
-    if not steps:
-        raise InputError(f"{folder} holds no complete checkpoint; train first, or name another --output")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        raise InputError(
-            f"{folder} holds no complete checkpoint of step {step}; there are {', '.join(map(str, steps))}"
-        )
-    try:
-        saved = json.loads((folder / str(step) / "meta" / "metadata").read_text())
-        arrays = tuple(SavedArray(path, tuple(shape), dtype) for path, (dtype, shape) in saved["arrays"].items())
-        return Description(step, arrays, saved["meta"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(folder, step, error) from error
 
 
 class Checkpoints:
@@ -121,7 +41,7 @@ class Checkpoints:
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pending: tuple[int, int] | None = None  # Step and bytes of the save under way.
         self._sweeper: threading.Thread | None = None
-        logging.getLogger("absl").addFilter(_not_from_orbax)
+        _quiet()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -179,9 +99,9 @@ class Checkpoints:
         if self._writer is not None and self._pending is not None:
             with self._clear_errors():
                 self._writer.wait_until_finished()
-                self._pending = None
                 if jax.process_index() == 0:
                     self._prune()
+                self._pending = None
         if self._sweeper is not None:
             self._sweeper.join()
 
@@ -212,7 +132,7 @@ class Checkpoints:
         found = describe(self.folder, step)
         wanted = _flatten(abstract)
         resized = _padded_paths(abstract, axes, sizes or {})
-        _check_fit(self.folder, found, wanted, partial, resized)
+        check_fit(self.folder, found, wanted, partial, resized)
         place = lambda x: x.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
         targets = {
             path: ocp.ArrayRestoreArgs(
@@ -225,7 +145,7 @@ class Checkpoints:
         try:
             flat = reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
         except (OSError, ValueError, KeyError) as error:
-            raise _damaged(self.folder, step, error) from error
+            raise damaged(self.folder, step, error) from error
         finally:
             reader.close()
         return jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted]), found.meta
@@ -235,9 +155,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            self._drop_writer()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -266,6 +184,13 @@ class Checkpoints:
             self._sweeper = threading.Thread(target=_remove, args=(gone,), name="delete_checkpoints")
             self._sweeper.start()
 
+    def _drop_writer(self) -> None:
+        # A failed save may have left a second error in it, which would fail the next save.
+        if self._writer is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._writer.close()
+            self._writer = None
+
     @contextlib.contextmanager
     def _clear_errors(self) -> Iterator[None]:
         """Turns what Orbax and the file system raise into one message; the failed save is then forgotten."""
@@ -274,11 +199,12 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             step, size = self._pending or (0, 0)
             self._pending = None
+            self._drop_writer()
             free, good = "", self.latest()
             with contextlib.suppress(OSError):
                 free = f" (the state has {size:,} bytes, {shutil.disk_usage(_existing(self.folder)).free:,} are free)"
             raise InputError(
-                f"checkpoint {step} cannot be written to {self.folder}: {_reason(error)}{free}; free some space, make "
+                f"checkpoint {step} cannot be written to {self.folder}: {reason(error)}{free}; free some space, make "
                 "the folder writable, or choose another --output. Newest complete checkpoint: "
                 f"{'none' if good is None else good}"
             ) from error
@@ -293,24 +219,23 @@ def _existing(path: Path) -> Path:
     return path if path.exists() or path == path.parent else _existing(path.parent)
 
 
-def _reason(error: BaseException) -> str:
-    """The cause in a few words; tensorstore hides the system's error number in a long text."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300]
+def _quiet() -> None:
+    """Keeps Orbax's noise off the terminal: whatever matters in it is raised too, and told once."""
+    logging.getLogger("absl").addFilter(_not_from_orbax)
+    previous = sys.unraisablehook
+    if getattr(previous, "quiet", False):
+        return
 
+    def hook(unraisable: Any) -> None:
+        # Of several reads or writes that fail together, the later ones find nobody waiting for them any more.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
 
-def _damaged(folder: Path, step: int, error: BaseException) -> InputError:
-    others = [other for other in complete_steps(folder) if other != step]
-    return InputError(
-        f"checkpoint {step} in {folder} is damaged: {_reason(error)}; move {folder / str(step)} away to use "
-        f"{f'the one of step {others[-1]}' if others else 'an earlier one (there is none here)'}"
-    )
+    hook.quiet = True
+    sys.unraisablehook = hook
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Keeps Orbax's log off the terminal: whatever matters in it is raised too."""
     return "orbax" not in record.pathname
 
 
@@ -329,32 +254,3 @@ def _padded_paths(abstract: Any, axes: Any, sizes: Mapping[str, int]) -> dict[st
     names = jax.tree.structure(abstract).flatten_up_to(axes)
     dims = lambda some: {i: sizes[name] for i, name in enumerate(some) if name in sizes}
     return {path: dims(some) for path, some in zip(_flatten(abstract), names, strict=True) if dims(some)}
-
-
-def _check_fit(
-    folder: Path, found: Description, wanted: Mapping[str, Any], partial: bool, padded: Mapping[str, dict[int, int]]
-) -> None:
-    """Compares a checkpoint with what is asked for, before anything is read: Orbax would cast or pad in silence."""
-    saved = {array.path: array for array in found.arrays}
-    wrong = []
-    for path, x in wanted.items():
-        here = SavedArray(path, tuple(x.shape), x.dtype.name)
-        if path not in saved:
-            wrong.append(f"{path} ({here}) is not in it{nearest(path, saved)}")
-            continue
-        there = saved[path]
-        # A padded dim may have any size that holds the true one.
-        same = len(there.shape) == len(here.shape) and all(
-            a == b or min(a, b) >= padded.get(path, {}).get(i, math.inf)
-            for i, (a, b) in enumerate(zip(there.shape, here.shape, strict=True))
-        )
-        if not same or there.dtype != here.dtype:
-            wrong.append(f"{path} is {there} in it and {here} here")
-    if not partial:
-        wrong += [f"{path} ({saved[path]}) is only in it" for path in saved if path not in wanted]
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise InputError(
-            f"checkpoint {found.step} in {folder} does not fit this configuration: {'; '.join(wrong[:3])}{more}. "
-            "Use the configuration that it was trained with (config.yaml beside it), or another --output"
-        )
