@@ -29,8 +29,8 @@ class Layout:
         policy: number types.
         specs: `WeightSpecs` in the shape of the parameters.
         sequence_parallel: residual stream split over `model` along the sequence.
-        deferred: each data group keeps its own gradient sum, reduced once after the accumulation loop (ZeRO-0 and 1
-            with accumulation); otherwise gradients are reduced as the backward pass produces them.
+        deferred: each data group keeps its own gradient sum, reduced once at the end of the step (ZeRO-0 and 1 with
+            accumulation or a pipeline); otherwise gradients are reduced as the backward pass produces them.
     """
 
     mesh: Mesh
@@ -74,6 +74,11 @@ class Layout:
         """Data groups whose gradients are summed: replica x data."""
         return self.shape.batch_ways
 
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """Mesh axes that the data groups lie on."""
+        return tuple(axis for axis in BATCH_AXES if getattr(self.shape, axis) > 1)
+
     def shard(self, x: jax.Array, axes: tuple[str | None, ...], name: str | None = None) -> jax.Array:
         """Constrains an activation by the logical names of its dims, and names it for rematerialisation."""
         extra: dict[str, tuple[str, ...]] = {"residual_sequence": ("model",)} if self.sequence_parallel else {}
@@ -116,12 +121,17 @@ def _lift(use: NamedSharding, grads: NamedSharding, value: jax.Array, slot: jax.
     The gradient goes to the slot, in its type, constrained to the layout `grads`: so this one function places the
     parameter gather, its repetition in the backward pass, and the gradient reduction, for every ZeRO stage.
     """
+    return _gathered(use, value, slot)
+
+
+def _gathered(use: NamedSharding, value: jax.Array, slot: jax.Array) -> jax.Array:
     # The name keeps rematerialisation from saving the gathered weight.
     return checkpoint_name(jax.lax.with_sharding_constraint(value, use).astype(slot.dtype), WEIGHT_NAME)
 
 
 def _lift_forward(use, grads, value, slot):
-    return _lift(use, grads, value, slot), jnp.zeros((0,), value.dtype)
+    # Not by way of _lift: rematerialisation would see one call whose output, the whole weight, it may keep.
+    return _gathered(use, value, slot), jnp.zeros((0,), value.dtype)
 
 
 def _lift_backward(use, grads, like, cotangent):
@@ -133,14 +143,15 @@ _lift.defvjp(_lift_forward, _lift_backward)
 
 
 def build_layout(
-    mesh: Mesh, shape: MeshShape, weights: Any, zero: int, policy: Policy, sequence_parallel: bool, accumulation: int
+    mesh: Mesh, shape: MeshShape, weights: Any, zero: int, policy: Policy, sequence_parallel: bool, parts: int
 ) -> tuple[Layout, list[Replicated]]:
     """Applies the rules to a table of weights (rows with `shape` and `axes`).
 
+    `parts` is the number of pieces in which a step takes its batch: accumulation steps x microbatches.
     Returns the layout, and the list of weights that stay whole against the rules.
     """
     row = lambda x: hasattr(x, "axes")
-    deferred = zero <= 1 and accumulation > 1 and shape.batch_ways > 1
+    deferred = zero <= 1 and parts > 1 and shape.batch_ways > 1
     # Without accumulation ZeRO-1 has no reason to hold a whole gradient: it is reduced straight into its shards.
     tables = 2 if zero == 1 and not deferred else zero
     specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, tables), weights, is_leaf=row)
