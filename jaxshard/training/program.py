@@ -19,9 +19,11 @@ from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
 from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
-from jaxshard.training.gradients import Recipe, evaluate_batch
+from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate
+from jaxshard.training.pipeline_plan import plan_pipeline
+from jaxshard.training.recipe import Recipe
 from jaxshard.training.state import TrainState, create, state_logical_axes, state_shardings
 from jaxshard.training.step import train_step
 
@@ -72,8 +74,11 @@ class Program:
     @cached_property
     def evaluate(self):
         """(params, batch [1, B, T]) -> (sum of token losses, number of targets)."""
-        run = lambda params, batch: evaluate_batch(self.recipe, params, jax.tree.map(lambda a: a[0], batch))
-        return jax.jit(run, out_shardings=self.layout.scalar)
+
+        def evaluate(params, batch):
+            return evaluate_batch(self.recipe, params, jax.tree.map(lambda a: a[0], batch))
+
+        return jax.jit(evaluate, out_shardings=self.layout.scalar)
 
     def abstract_batch(self, accumulation: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape of a batch [A, B, T]; A is the configured accumulation unless given."""
@@ -112,13 +117,14 @@ def build_program(
     if config.train.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
     policy = POLICIES[config.train.precision]
-    model = describe(arch, shape.stage * shape.model)
     train = config.train
+    pipeline = plan_pipeline(train, config.zero, arch, shape)
+    dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
+    model = describe(arch, shape.stage * shape.model, dealt)
+    parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout, found = build_layout(
-        placed, shape, model.weights, config.zero, policy, train.sequence_parallel, train.accumulation
-    )
+    layout, found = build_layout(placed, shape, model.weights, config.zero, policy, train.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
@@ -127,7 +133,7 @@ def build_program(
         packed=config.data.pack,
         split_kv=arch.n_kv_heads % shape.model == 0,
     )
-    recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed)
+    recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
     is_row = lambda x: hasattr(x, "axes")
     roles = jax.tree.map(lambda w: w.role, model.weights, is_leaf=is_row)
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
