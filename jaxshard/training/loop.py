@@ -109,12 +109,16 @@ def _steps(parts: Run, compiled, state: TrainState, start: int, request: StopReq
             if pending is not None:
                 _record(parts, progress, *pending)
             pending = (step, metrics)
-            if _due(step, config.checkpoint.every) and step < end:
-                _save(parts, step, state)
-            if _due(step, config.eval.every) and step < end and parts.evaluator.possible:
+            saves = _due(step, config.checkpoint.every) and step < end
+            evaluates = _due(step, config.eval.every) and step < end and parts.evaluator.possible
+            if saves or evaluates:
+                # What is logged must reach as far as the checkpoint that a resumed run starts from.
                 _record(parts, progress, *pending)
                 pending = None
+            if evaluates:
                 _evaluate(parts, step, state)
+            if saves:
+                _save(parts, step, state)
         if pending is not None:
             _record(parts, progress, *pending)
     return state, step
