@@ -178,7 +178,8 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> N
     if skips >= parts.config.train.max_skips:
         raise RuntimeError(
             f"step {step}: {skips} updates in a row were skipped because the gradient was not finite (loss scale "
-            f"{values.get('loss_scale', 1.0):g}); lower optim.lr, or look for broken data; the newest checkpoint is intact"
+            f"{values.get('loss_scale', 1.0):g}); lower optim.lr, or look for broken data. The newest checkpoint is "
+            "intact"
         )
 
 
