@@ -157,6 +157,16 @@ class TrainConfig:
     """Sequences per update, over all devices and accumulation steps."""
     accumulation: int = 1
     """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
+    microbatches: int | None = None
+    """Pipeline: parts that travel through the stages, of each accumulation part; by default the smallest number that
+    divides its sequences and is at least twice the stages."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    """Pipeline: order of forwards and backwards; by default 1f1b, or interleaved with virtual_stages above 1."""
+    virtual_stages: int | None = None
+    """Pipeline, interleaved: chunks of layers that each stage holds; by default 2."""
+    pipeline_gather: Literal["tick", "step"] | None = None
+    """Pipeline with --zero 3: gather parameters in every tick, a layer at a time (default), or once a step, which
+    holds the parameters of a whole stage."""
     seed: int = 0
     """Seed of parameters, dropout and data order."""
     precision: Literal["fp32", "bf16", "fp16", "pure-bf16", "fp64"] = "fp32"
@@ -185,6 +195,9 @@ class TrainConfig:
         _require(_not_negative(self.stop_after), "train.stop_after", self.stop_after, "0 or more")
         _require(_positive(self.global_batch), "train.global_batch", self.global_batch, "a positive whole number")
         _require(_positive(self.accumulation), "train.accumulation", self.accumulation, "a positive whole number")
+        for name in ("microbatches", "virtual_stages"):
+            value = getattr(self, name)
+            _require(_positive(value), f"train.{name}", value, "a positive whole number")
         _require(_positive(self.loss_chunk), "train.loss_chunk", self.loss_chunk, "a positive whole number")
         _require(_not_negative(self.z_loss), "train.z_loss", self.z_loss, "0 or more")
         _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxshard.models.layers import Block, Context, Norm, TokenInfo, dropout, weight
@@ -85,16 +86,25 @@ class Model:
     """Rows of the embedding: the vocabulary, padded."""
     weights: dict[str, Any]
     graphs: dict[str, Any]
+    dealt: tuple[int, int] = (1, 1)
+    """(stages, chunks): layers are cut into chunks x stages pieces, dealt out to the stages round robin, and stored
+    stage by stage. With one chunk that is the natural order."""
+
+    @property
+    def layer_order(self) -> np.ndarray:
+        """[L] natural number of the layer at each place of the stack."""
+        stages, chunks = self.dealt
+        return np.arange(self.arch.n_layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
 
     def module(self, group: str, arrays: Any) -> Any:
         """Binds arrays to the module of a group: embedding, blocks (one layer of it) or head."""
         return nnx.merge(self.graphs[group], arrays)
 
     def initialise(self, seed: int, dtype: Any = jnp.float32) -> dict[str, Any]:
-        """Draws the parameters: a pure function of seed, path and position, whatever the layout or padding."""
+        """Draws the parameters: a pure function of seed, path, layer and position, whatever the layout or padding."""
         root = jax.random.key(seed, impl="threefry2x32")
         draw = lambda path, row: _draw(
-            jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode())), row, dtype
+            jax.random.fold_in(root, zlib.crc32(jax.tree_util.keystr(path).encode())), row, dtype, self.dealt
         )
         return jax.tree_util.tree_map_with_path(draw, self.weights, is_leaf=lambda x: isinstance(x, WeightRow))
 
@@ -145,7 +155,7 @@ class Model:
         return ctx.shard(self.module("head", norm).norm(x_BxTxD), ("batch", "sequence", "embed"))
 
 
-def _draw(key: jax.Array, row: WeightRow, dtype: Any) -> jax.Array:
+def _draw(key: jax.Array, row: WeightRow, dtype: Any, dealt: tuple[int, int]) -> jax.Array:
     kind, *arguments = row.init
     if kind == "zeros":
         return jnp.zeros(row.shape, dtype)
@@ -153,6 +163,11 @@ def _draw(key: jax.Array, row: WeightRow, dtype: Any) -> jax.Array:
         return jnp.ones(row.shape, dtype)
     # Drawn in fp32 for every type. Threefry's bits at an index depend on key and index only, and the padding is at the
     # end of the first dim, so neither the padding nor the sharding changes a value.
+    if row.axes[0] == "layers" and dealt[1] > 1:
+        stages, chunks = dealt
+        natural = (chunks, stages, row.shape[0] // (stages * chunks), *row.shape[1:])
+        values = jax.random.normal(key, natural, jnp.float32).swapaxes(0, 1).reshape(row.shape)
+        return (arguments[0] * values).astype(dtype)
     values = arguments[0] * jax.random.normal(key, row.shape, jnp.float32)
     if row.rows < row.shape[0]:
         values = jnp.where((jnp.arange(row.shape[0]) < row.rows)[:, None], values, 0)
@@ -168,12 +183,13 @@ def padded_vocab(vocab_size: int, ways: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def describe(arch: Architecture, vocab_ways: int = 1) -> Model:
+def describe(arch: Architecture, vocab_ways: int = 1, dealt: tuple[int, int] = (1, 1)) -> Model:
     """Builds the table of weights from the modules, without allocating anything.
 
     Args:
         arch: the architecture.
         vocab_ways: devices that the vocabulary is split over; it is padded to a multiple.
+        dealt: see `Model`.
     """
     vocab = padded_vocab(arch.vocab_size, vocab_ways)
     modules = {
@@ -186,7 +202,7 @@ def describe(arch: Architecture, vocab_ways: int = 1) -> Model:
         graphs[group], state = nnx.split(module)
         stack = arch.n_layers if group == "blocks" else None
         weights[group] = _rows(nnx.to_pure_dict(state), state, stack, arch.vocab_size, vocab)
-    return Model(arch, vocab, weights, graphs)
+    return Model(arch, vocab, weights, graphs, dealt)
 
 
 def _rows(shapes: Any, state: Any, stack: int | None, vocab_size: int, vocab: int) -> Any:

@@ -36,6 +36,7 @@ WEIGHT_RULES: dict[str, tuple[str, ...]] = {
 
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("replica", "data"),
+    "groups": ("replica", "data"),
     "heads": ("model",),
     "kv_heads": ("model",),
     "mlp": ("model",),

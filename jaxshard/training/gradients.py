@@ -1,10 +1,10 @@
-"""Loss and gradients of one global batch: accumulation, data groups, rematerialisation.
+"""Loss and gradients of one global batch: accumulation, data groups, rematerialisation; a pipeline where there is one.
 
 Shapes: A accumulation steps, B sequences of one accumulation step, G data groups, T sequence length.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,35 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import Context, TokenInfo
-from jaxshard.models.transformer import Model, slotted
-from jaxshard.parallel.layout import BATCH_AXES, Layout, group_spec
-from jaxshard.training.loss import IGNORED, LossSpec, cross_entropy
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is run in training.
-
-    Attributes:
-        model: what is computed.
-        layout: where.
-        context: how activations are computed and constrained.
-        remat: wrapper of the loop body over blocks.
-        loss_chunk, z_loss: see `LossSpec`.
-        seed: of dropout.
-    """
-
-    model: Model
-    layout: Layout
-    context: Context
-    remat: Callable[[Callable], Callable]
-    loss_chunk: int
-    z_loss: float
-    seed: int
-
-    def loss_spec(self) -> LossSpec:
-        groups = 1 if self.layout.deferred else self.layout.groups
-        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard)
+from jaxshard.models.transformer import slotted
+from jaxshard.parallel.layout import Layout, group_spec
+from jaxshard.training.loss import IGNORED, cross_entropy
+from jaxshard.training.pipeline_gradients import evaluate_pipelined, pipelined
+from jaxshard.training.recipe import Recipe, dropout_keys
 
 
 def batch_objective(
@@ -72,14 +48,6 @@ def batch_objective(
     return cross_entropy(recipe.loss_spec(), x, out, batch["targets"])
 
 
-def dropout_keys(recipe: Recipe, step: jax.Array, sequences: jax.Array) -> jax.Array | None:
-    """One key for each sequence: a function of seed, step and the sequence's place in the global batch."""
-    if recipe.context.dropout == 0:
-        return None
-    root = jax.random.fold_in(jax.random.key(recipe.seed, impl="threefry2x32"), step)
-    return jax.vmap(lambda i: jax.random.fold_in(root, i))(sequences)
-
-
 def count_targets(batch: dict[str, jax.Array]) -> jax.Array:
     """Number of positions that have a target, int32."""
     return (batch["targets"] != IGNORED).sum(dtype=jnp.int32)
@@ -102,9 +70,23 @@ def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: ja
     A, B, _ = batch["inputs"].shape
     total = count_targets(batch)
     weight = scale.astype(dtype) / jnp.maximum(total, 1).astype(dtype)
+    sequences = jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
+    if recipe.pipeline is not None:
+        start = (zero_sums(layout, params), jnp.zeros((), dtype))
+        grads, entropy = pipelined(recipe, params, start, batch | {"sequences": sequences}, step, weight)
+    else:
+        grads, entropy = _whole(recipe, params, batch, sequences, step, weight)
+    if layout.deferred:
+        # The one reduction of the step, over the data groups.
+        grads = jax.tree.map(lambda g: g.sum(0), grads)
+    return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
+
+
+def _whole(recipe: Recipe, params: Any, batch: Any, sequences: jax.Array, step: jax.Array, weight: jax.Array):
+    """Gradients where every device holds all layers; with a leading dim of data groups where they are deferred."""
+    layout, dtype = recipe.layout, recipe.layout.policy.gradients
     zeros = lambda sharding, p: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, dtype), sharding)
     slots = jax.tree.map(zeros, layout.gradients, params)
-    sequences = jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
 
     def objective(slots, part, ids):
         loss, entropy = batch_objective(
@@ -115,39 +97,37 @@ def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: ja
     one = jax.grad(objective, has_aux=True)
     if layout.deferred:
         one = _by_group(recipe, one)
-    part = lambda i: jax.tree.map(lambda a: a[i], batch)
-    grads, entropy = one(slots, part(0), sequences[0]) if A == 1 else _accumulate(recipe, one, slots, batch, sequences)
-    if layout.deferred:
-        # The one reduction of the step, over the data groups.
-        grads = jax.tree.map(lambda g: g.sum(0), grads)
-    return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
+    if sequences.shape[0] == 1:
+        return one(slots, jax.tree.map(lambda a: a[0], batch), sequences[0])
+
+    def body(carry, row):
+        grads, entropy = one(slots, *row)
+        return (place_sums(layout, jax.tree.map(jnp.add, carry[0], grads)), carry[1] + entropy), None
+
+    start = (zero_sums(layout, params), jnp.zeros((), dtype))
+    return jax.lax.scan(body, start, (batch, sequences))[0]
 
 
-def _accumulate(recipe: Recipe, one: Callable, slots: Any, batch: Any, sequences: jax.Array):
-    """Sums gradients over accumulation steps, in the layout in which `one` produces them."""
-    layout = recipe.layout
+def place_sums(layout: Layout, grads: Any) -> Any:
+    """Constrains gradients to the layout in which a step sums them: [G, ...] where data groups keep their own."""
     is_spec = lambda x: isinstance(x, PartitionSpec)
     specs = jax.tree.map(lambda s: s.spec, layout.gradients)
     if layout.deferred:
         specs = jax.tree.map(group_spec, specs, is_leaf=is_spec)
-    constrain = lambda g, spec: jax.lax.with_sharding_constraint(g, layout.sharding(spec))
-    place = lambda grads: jax.tree.map(constrain, grads, specs)
-    leading = (layout.groups,) if layout.deferred else ()
-    start = place(jax.tree.map(lambda s: jnp.zeros((*leading, *s.shape), s.dtype), slots))
+    return jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(g, layout.sharding(s)), grads, specs)
 
-    def body(carry, row):
-        grads, entropy = one(slots, *row)
-        return (place(jax.tree.map(jnp.add, carry[0], grads)), carry[1] + entropy), None
 
-    zero = jnp.zeros((), layout.policy.gradients)
-    return jax.lax.scan(body, (start, zero), (batch, sequences))[0]
+def zero_sums(layout: Layout, params: Any) -> Any:
+    """Gradients to begin a sum with."""
+    lead = (layout.groups,) if layout.deferred else ()
+    return place_sums(layout, jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), layout.policy.gradients), params))
 
 
 def _by_group(recipe: Recipe, one: Callable) -> Callable:
     """Lets every data group keep its own gradient: [G, ...] leaves, split over the data axes, not yet summed."""
     layout = recipe.layout
     groups = layout.groups
-    axes = tuple(axis for axis in BATCH_AXES if getattr(layout.shape, axis) > 1)
+    axes = layout.group_axes
 
     def run(slots, part, ids):
         cut = lambda a: jax.lax.with_sharding_constraint(
@@ -164,5 +144,8 @@ def evaluate_batch(recipe: Recipe, params: Any, batch: dict[str, jax.Array]):
     """Cross-entropy sum and number of targets of sequences [B, T], without dropout."""
     plain = replace(recipe, layout=replace(recipe.layout, deferred=False))
     ctx = replace(recipe.context.without_dropout(), shard=plain.layout.shard)
-    _, entropy = batch_objective(plain, slotted(params), batch, None, ctx)
+    if recipe.pipeline is not None:
+        entropy = evaluate_pipelined(replace(plain, context=ctx), params, batch)
+    else:
+        _, entropy = batch_objective(plain, slotted(params), batch, None, ctx)
     return entropy, count_targets(batch)

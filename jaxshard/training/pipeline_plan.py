@@ -1,0 +1,102 @@
+"""From a configuration to the pipeline's plan: defaults, and what is refused before anything is compiled."""
+
+from dataclasses import fields
+
+from jaxshard.config import TrainConfig
+from jaxshard.errors import InputError
+from jaxshard.models.presets import Architecture
+from jaxshard.parallel.mesh import SHORT, MeshShape
+from jaxshard.parallel.schedule import bubble_fraction, layer_order, make
+from jaxshard.training.recipe import PipelinePlan
+
+OPTIONS = ("microbatches", "schedule", "virtual_stages", "pipeline_gather")
+"""Fields of `TrainConfig` that only a pipeline reads."""
+
+
+def plan_pipeline(train: TrainConfig, zero: int, arch: Architecture, shape: MeshShape) -> PipelinePlan | None:
+    """The schedule of a run; None where the layers are not split over stages.
+
+    The global batch divides by replica x data x accumulation; that is checked before.
+
+    Raises:
+        InputError: an option does not apply, or layers or batch do not divide.
+    """
+    stages = shape.stage
+    if stages == 1:
+        return _none(train)
+    name, chunks = _schedule(train)
+    layer_order(arch.n_layers, stages, chunks)
+    if train.pipeline_gather is not None and zero < 3:
+        raise InputError(
+            f"train.pipeline_gather is {train.pipeline_gather!r}, but with --zero {zero} every stage holds its "
+            "parameters whole and gathers nothing: leave it out, or use --zero 3"
+        )
+    count = _microbatches(train, shape)
+    schedule = make(name, stages, count, chunks)
+    evaluation = make(name, stages, count * train.accumulation, chunks)
+    return PipelinePlan(schedule, evaluation, train.pipeline_gather or "tick")
+
+
+def _none(train: TrainConfig) -> None:
+    names = [field.name for field in fields(train) if field.name in OPTIONS]
+    for name in names:
+        value = getattr(train, name)
+        if value is not None:
+            also = f"; to take the batch in {value} parts: --train.accumulation {value}" * (name == "microbatches")
+            raise InputError(
+                f"train.{name} is {value!r}, but without stages there is no pipeline: leave it out, or split the layers "
+                f"with --mesh pp=2,...{also}"
+            )
+
+
+def _schedule(train: TrainConfig) -> tuple[str, int]:
+    """Name of the schedule and chunks of layers per stage."""
+    name = train.schedule or ("1f1b" if train.virtual_stages in (None, 1) else "interleaved")
+    chunks = train.virtual_stages or (2 if name == "interleaved" else 1)
+    if name != "interleaved" and chunks > 1:
+        raise InputError(
+            f"train.virtual_stages is {chunks}, but schedule {name} keeps the layers of a stage in one piece: use "
+            "--train.schedule interleaved, or leave virtual_stages out"
+        )
+    return name, chunks
+
+
+def _microbatches(train: TrainConfig, shape: MeshShape) -> int:
+    """Number of microbatches of one accumulation part."""
+    ways = shape.batch_ways * train.accumulation
+    sequences = train.global_batch // ways
+    count = train.microbatches
+    if count is None:
+        return next(
+            n for n in range(1, sequences + 1) if sequences % n == 0 and (n >= 2 * shape.stage or n == sequences)
+        )
+    if sequences % count:
+        axes = [f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1]
+        parts = " x ".join([*axes, f"accumulation {train.accumulation}"])
+        fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
+        best = min(fits, key=lambda n: (abs(n - count), -n))
+        batch = max(1, round(train.global_batch / (ways * count))) * ways * count
+        raise InputError(
+            f"train.microbatches = {count} does not divide the {sequences} sequences of one part (train.global_batch = "
+            f"{train.global_batch} / ({parts})); try --train.microbatches {best} or --train.global_batch {batch}"
+        )
+    return count
+
+
+def pipeline_notes(plan: PipelinePlan | None) -> tuple[list[str], list[str]]:
+    """Lines to show before a run: (information, warnings)."""
+    if plan is None:
+        return [], []
+    table = plan.schedule
+    bubble = f"{100 * bubble_fraction(table):.1f} %"
+    chunks = f" of {table.chunks} chunks" if table.chunks > 1 else ""
+    line = (
+        f"Pipeline: {table.name}, {table.stages} stages{chunks}, {table.microbatches} microbatches, "
+        f"{table.saved_slots} saved inputs a stage, bubble {bubble}"
+    )
+    if table.microbatches >= table.stages:
+        return [line], []
+    return [line], [
+        f"train.microbatches = {table.microbatches} is fewer than pp = {table.stages}: stages are idle {bubble} of the "
+        f"time; {2 * table.stages} or more microbatches keep them busy"
+    ]
