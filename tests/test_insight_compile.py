@@ -181,9 +181,14 @@ def test_absent_gpus(name):
     assert ("reduce-scatter", ("data",)) in axes_by_kind(result, AXES)
     assert ("all-gather", ("data",)) in axes_by_kind(result, AXES)
     assert ("all-reduce", ("model",)) in axes_by_kind(result, AXES)
-    gathers = [one for one in module_collectives(result.module, AXES) if one.kind == "all-gather"]
-    assert all(one.count == 4 for one in gathers)
-    assert all(one.form == "pair" for one in gathers)
+    found = module_collectives(result.module, AXES)
+    weights = 2 * 4 * 256 * 1024 // 2 * 2  # both, all layers, halved over model, bf16
+    bytes_of = lambda kind: sum(one.total_bytes for one in found if one.kind == kind and one.bytes > 1024)
+    assert bytes_of("all-gather") == 2 * weights  # forward and backward
+    assert bytes_of("reduce-scatter") == weights
+    assert bytes_of("all-reduce") == 2 * 4 * (8 * 128 * 256 * 2)  # [B,T,D] a layer, forward and backward
+    assert {one.count for one in found if one.bytes > 1024} == {4}
+    assert any(one.is_async for one in found) or name == "a100:8"  # whose arrays here are too small to be worth it
 
 
 @needs_gpu

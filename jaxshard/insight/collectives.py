@@ -156,7 +156,7 @@ def _sites(scope: Scope) -> Iterator[_Site]:
             yield _Site(opcode, "plain", instruction, instruction, shape, index, index)
         elif opcode.removesuffix("-start") in KINDS:
             kind = opcode.removesuffix("-start")
-            shape = _logical(kind, instruction, _started(kind, instruction.shape), scope)
+            shape = _logical(kind, instruction, _started(instruction.shape), scope)
             yield _Site(kind, "pair", instruction, instruction, shape, index, _end(scope, index))
         elif opcode == "send" and _SEND_PAIRS.search(instruction.attributes):
             shape = scope.computation.shape_of(instruction.operands[0])
@@ -190,7 +190,7 @@ def _fused(scope: Scope, index: int, fusion: Instruction, carried: set[tuple[str
             if "AsyncCollectiveDone" in targets:
                 carried.discard(key)
         elif inner_scope.computation.name.startswith("all-reduce-scatter"):
-            yield _Site("reduce-scatter", "fused", inner, fusion, inner.shape, index, index)
+            yield _Site("reduce-scatter", "fused", inner, fusion, shape, index, index)
         else:
             yield _Site(inner.opcode, "fused", inner, fusion, shape, index, index)
 
@@ -211,23 +211,22 @@ def _fused_end(scope: Scope, start: int, key: tuple[str, str]) -> int:
     return len(schedule)
 
 
-def _started(kind: str, shape: Shape) -> Shape:
-    """The result within the shape of a -start: (operands, results, ...), and results alone for all-reduce."""
-    if kind == "all-reduce" or isinstance(shape, Array) or len(shape) < 2:
-        return shape
-    return shape[1]
+def _started(shape: Shape) -> Shape:
+    """The result within the shape of a -start, which is (operands, results, ...)."""
+    return shape if isinstance(shape, Array) or len(shape) < 2 else shape[1]
 
 
 def _logical(kind: str, instruction: Instruction, result: Shape, scope: Scope) -> Shape:
     """The arrays whose bytes count for `kind`."""
-    if kind == "reduce-scatter":
-        return tuple(scope.computation.shape_of(operand) for operand in instruction.operands)
     sizes = re.search(r"slice_sizes=\{(\{[\d,{}]*\})\}", instruction.attributes)
     if kind == "collective-permute" and sizes:  # TPU: only slices of the arrays travel
         dtype = next(leaves(result)).dtype
         parts = re.findall(r"\{([\d,]+)\}", sizes[1])
         return tuple(Array(dtype, tuple(int(dim) for dim in part.split(","))) for part in parts)
-    return result
+    if kind in ("all-gather", "ragged-all-to-all"):
+        return result
+    # The input is as large as the result, or it is what counts; and its shape is spelt alike in every version.
+    return tuple(scope.computation.shape_of(operand) for operand in instruction.operands)
 
 
 def _end(scope: Scope, start: int) -> int:
