@@ -80,7 +80,7 @@ def run(config: Config, *, console: Console, resume: str | None) -> dict[str, An
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         request = stack.enter_context(stop_on_signal())
         parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console)
-        state, step = _steps(parts, compiled, state, start, request)
+        state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
 
@@ -92,7 +92,7 @@ def _compile(program: Program, console: Console) -> jax.stages.Compiled:
     return compiled
 
 
-def _steps(parts: Run, compiled, state: TrainState, start: int, request: StopRequest) -> tuple[TrainState, int]:
+def run_steps(parts: Run, compiled, state: TrainState, start: int, request: StopRequest) -> tuple[TrainState, int]:
     """Runs updates until the end or a stop request; returns the state and the step reached."""
     config, program, end = parts.config, parts.program, parts.end
     batches = iter(TrainLoader(parts.dataset, config.train.global_batch, config.train.seed, start))
