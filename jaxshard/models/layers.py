@@ -56,6 +56,8 @@ class Context:
         packed: several documents share a sequence, so attention needs their boundaries beside causality.
         split_kv: kv heads are split over the model axis as the query heads are; otherwise they are repeated to one a
             query head before attention.
+        vocab_parts: parts that the rows of the token embedding are split into.
+        groups: data groups that each sum their own gradient of the embedding, reduced once.
     """
 
     dtype: Any = jnp.float32
@@ -64,6 +66,8 @@ class Context:
     attention: str = "xla"
     packed: bool = True
     split_kv: bool = True
+    vocab_parts: int = 1
+    groups: int = 1
 
     def without_dropout(self) -> "Context":
         return replace(self, dropout=0.0)

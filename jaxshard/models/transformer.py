@@ -7,7 +7,7 @@ The blocks are stacked: every block weight has a leading "layers" dim, and the n
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxshard.models.layers import Block, Context, Norm, TokenInfo, dropout, weight
+from jaxshard.models.lookup import LookupSpec, lookup
 from jaxshard.models.presets import Architecture
 
 
@@ -110,10 +111,11 @@ class Model:
 
     def embed(self, embedding: Any, tokens_BxT: jax.Array, info: TokenInfo, ctx: Context) -> jax.Array:
         """Looks tokens (and learned positions) up; returns the residual stream [B, T, D] in the compute type."""
-        x = jnp.take(embedding["tokens"], tokens_BxT, axis=0).astype(ctx.dtype)
+        spec = LookupSpec(ctx.vocab_parts, ctx.groups, ctx.dtype, ctx.shard)
+        x = lookup(spec, embedding["tokens"], tokens_BxT)
         x = ctx.shard(x, ("batch", "residual_sequence", "embed"))
         if "positions" in embedding:
-            x = x + jnp.take(embedding["positions"], info.positions, axis=0).astype(ctx.dtype)
+            x = x + lookup(replace(spec, parts=1), embedding["positions"], info.positions)
         x = dropout(x, ctx.dropout, info.keys, 0)
         return ctx.shard(x, ("batch", "residual_sequence", "embed"), "residual")
 

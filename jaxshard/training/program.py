@@ -132,6 +132,8 @@ def build_program(
         attention=attention_kernel(arch, config, devices[0].platform),
         packed=config.data.pack,
         split_kv=arch.n_kv_heads % shape.model == 0,
+        vocab_parts=shape.stage * shape.model,
+        groups=1 if layout.deferred else layout.groups,
     )
     recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
     is_row = lambda x: hasattr(x, "axes")
