@@ -16,7 +16,9 @@ from jaxshard.insight import absent, compile
 from jaxshard.insight.absent import captured_stderr, devices_for, mesh_for
 from jaxshard.insight.collectives import module_collectives
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for, spmd_warnings
+from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import GIB, parse_target
+from jaxshard.insight.loops import Scope
 from jaxshard.parallel.mesh import MeshShape
 
 AXES = {"replica": 1, "stage": 1, "data": 4, "model": 2}
@@ -207,6 +209,24 @@ def test_gpu_program_that_is_too_large_does_not_fit():
     x = jax.ShapeDtypeStruct((2, 50_000_000_000), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
     result = compile_for(target, jax.jit(jnp.sin), x)
     assert not result.fits
+
+
+@needs_gpu
+def test_cudnn_attention_of_absent_gpus():
+    """[B,T,H,D] = [2,1024,4,64] a device: no [T,T] scores in memory, two products forward and five backward."""
+    target = parse_target("h100:8")
+    mesh = mesh_for(target, MeshShape(data=8))
+    q = jax.ShapeDtypeStruct((16, 1024, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    def loss(q, k, v):
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return out.astype(jnp.float32).sum()
+
+    result = compile_for(target, jax.jit(jax.grad(loss, argnums=(0, 1, 2))), q, q, q)
+    assert isinstance(result, Compiled)
+    assert result.memory.temporaries < 2 * 4 * 1024 * 1024  # one byte a score would be as much
+    flops = computation_flops(Scope(result.module, result.module.entry))
+    assert flops == 7 * 2 * 2 * 4 * 1024 * 1024 * 64
 
 
 def offload(target, host=None):

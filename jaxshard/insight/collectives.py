@@ -41,6 +41,7 @@ _NO_WORK = {
     "optimization-barrier",
     "add-dependency",
 }
+_IS_SYNC = re.compile(r'"is_sync": ?true')
 _SEND_PAIRS = re.compile(r"_xla_send_recv_source_target_pairs=\"?(\{\{.*?\}\})")
 
 
@@ -146,11 +147,11 @@ def _scope_collectives(scope: Scope, mesh_shape: Mapping[str, int]) -> Iterator[
 
 def _sites(scope: Scope) -> Iterator[_Site]:
     """Finds the collectives of one schedule, each once."""
+    if scope.kind == "call" and scope.caller is not None and scope.caller.opcode == "async-start":
+        return  # the async-start that wraps this computation stands for it
     carried: set[tuple[str, str]] = set()
     for index, instruction in enumerate(scope.computation.instructions):
         opcode = instruction.opcode
-        if scope.kind == "call" and scope.caller is not None and scope.caller.opcode == "async-start":
-            return  # the async-start that wraps this computation stands for it
         if opcode in KINDS:
             shape = _logical(opcode, instruction, instruction.shape, scope)
             yield _Site(opcode, "plain", instruction, instruction, shape, index, index)
@@ -173,8 +174,9 @@ def _sites(scope: Scope) -> Iterator[_Site]:
 
 def _fused(scope: Scope, index: int, fusion: Instruction, carried: set[tuple[str, str]]) -> Iterator[_Site]:
     """Collectives inside a fusion; `carried` holds the asynchronous ones that are under way in this schedule."""
-    inner_scope = Scope(scope.module, scope.module.computations[fusion.called[0]], parent=scope, caller=fusion)
-    inside = inner_scope.computation.instructions
+    fused = scope.module.computations[fusion.called[0]]
+    inner_scope = Scope(scope.module, fused, parent=scope, caller=fusion, kind="fusion")
+    inside = fused.instructions
     targets = {inner.attribute("custom_call_target") for inner in inside if inner.opcode == "custom-call"}
     for inner in inside:
         if inner.opcode == "fusion":
@@ -189,7 +191,7 @@ def _fused(scope: Scope, index: int, fusion: Instruction, carried: set[tuple[str
         elif key in carried:
             if "AsyncCollectiveDone" in targets:
                 carried.discard(key)
-        elif inner_scope.computation.name.startswith("all-reduce-scatter"):
+        elif fused.name.startswith("all-reduce-scatter"):
             yield _Site("reduce-scatter", "fused", inner, fusion, shape, index, index)
         else:
             yield _Site(inner.opcode, "fused", inner, fusion, shape, index, index)
@@ -245,7 +247,7 @@ def _end(scope: Scope, start: int) -> int:
 def _describe(scope: Scope, site: _Site, sites: list[_Site], mesh_shape: Mapping[str, int]) -> Collective:
     pairs = _SEND_PAIRS.search(site.inner.attributes)
     found: Span = span(f"source_target_pairs={pairs[1]}" if pairs else site.inner.attributes, mesh_shape)
-    is_async = site.end > site.start and '"is_sync":true' not in site.outer.attributes
+    is_async = site.end > site.start and not _IS_SYNC.search(site.outer.attributes)
     dtypes = dict.fromkeys(leaf.dtype for leaf in leaves(site.shape))
     notes = [found.note] if found.note else []
     if (site.inner.attribute("to_apply") or "").endswith("_promoted"):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import jax
 
-from jaxshard.insight.absent import Captured, captured_stderr
+from jaxshard.insight.absent import Captured, assumed_cudnn, captured_stderr
 from jaxshard.insight.buffers import DUMP_OPTIONS, BufferReport, read_dump
 from jaxshard.insight.hardware import Target
 from jaxshard.insight.hlo import Module, parse
@@ -109,7 +109,7 @@ def compile_for(
         jax.errors.JaxRuntimeError: the compiler failed for a reason other than memory.
     """
     start = time.perf_counter()
-    with captured_stderr() as said_lowering:
+    with captured_stderr() as said_lowering, assumed_cudnn(target):
         lowered = jitted.lower(*args)
         if host is not None and target.absent and target.chip.platform == "gpu":
             _mark_host(lowered, args, host)

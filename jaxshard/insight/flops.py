@@ -40,7 +40,7 @@ def plain_flops(module: Module, computation: Computation, instruction: Instructi
     if instruction.opcode == "custom-call":
         target = instruction.attribute("custom_call_target") or ""
         if target.startswith(("__cublas$", "__triton_gemm", "__onednn$matmul")):
-            return _dot(computation, instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+            return _dot(computation, instruction, r'"lhs_contracting_dimensions": ?\[([^\]]*)\]')
         if target.startswith("__cudnn$fmha"):
             return _attention(computation, instruction, backward="Backward" in target)
     return 0.0
@@ -119,7 +119,7 @@ def _contributing(
 
 def _attention(computation: Computation, instruction: Instruction, *, backward: bool) -> float:
     """cuDNN fused attention: two products of [B,H,T,S] by D forward, five backward; causal masks are not halved."""
-    found = re.search(r'"intermediate_tensor_dimensions":\[([^\]]*)\]', instruction.attributes)
+    found = re.search(r'"intermediate_tensor_shape": ?\{[^\[]*"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if not found:
         return 0.0
     scores = math.prod(int(dim) for dim in re.findall(r"\d+", found[1]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxshard.insight.hlo import Computation, Instruction, Module
 
-_KNOWN_TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)')
+_KNOWN_TRIPS = re.compile(r'"?known_trip_count"?: ?\{"?n"?: ?"?(\d+)')
 _SAME_VALUE = {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "optimization-barrier"}
 _CALLS = {"call", "async-start", "custom-call"}
 
