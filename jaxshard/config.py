@@ -94,7 +94,7 @@ class DataConfig:
     """Field that holds the text in .jsonl and .parquet files."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Integer type of a tokenised .bin file."""
-    seq_len: int = 256
+    seq_len: int = 128
     """Tokens in one sequence."""
     pack: bool = True
     """Put several documents into one sequence (they do not see each other); otherwise one document a row, padded."""
@@ -149,11 +149,11 @@ class OptimConfig:
 class TrainConfig:
     """The training step and the run's length."""
 
-    steps: int = 200
+    steps: int = 300
     """Optimizer updates in the whole run."""
     stop_after: int | None = None
     """End this run after so many updates in all; schedules are still laid out for `steps`."""
-    global_batch: int = 16
+    global_batch: int = 32
     """Sequences per update, over all devices and accumulation steps."""
     accumulation: int = 1
     """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
@@ -175,6 +175,11 @@ class TrainConfig:
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keep matmul outputs), full, offload (keep them in host memory),
     or names:a,b,... (keep these named activations)."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: fp32 masters and moments live in host memory, the devices keep the working copy of the parameters."""
+    offload_mode: Literal["stream", "host"] | None = None
+    """How the update reaches offloaded state; stream (default): a layer at a time through the device; host: computed
+    on the host from gradients that are sent there."""
     sequence_parallel: bool = False
     """Split norms and the residual stream over the model axis along the sequence."""
     loss_chunk: int = 512
@@ -200,6 +205,10 @@ class TrainConfig:
             _require(_positive(value), f"train.{name}", value, "a positive whole number")
         _require(_positive(self.loss_chunk), "train.loss_chunk", self.loss_chunk, "a positive whole number")
         _require(_not_negative(self.z_loss), "train.z_loss", self.z_loss, "0 or more")
+        _require(self.offload in ("none", "optimizer"), "train.offload", self.offload, "none or optimizer")
+        modes = (None, "stream", "host") if self.offload != "none" else (None,)
+        must = "stream or host" if self.offload != "none" else "left out, or given with --train.offload optimizer"
+        _require(self.offload_mode in modes, "train.offload_mode", self.offload_mode, must)
         _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")
         _require(_positive(self.loss_scale_interval), "train.loss_scale_interval", self.loss_scale_interval, "positive")
         _require(_positive(self.max_skips), "train.max_skips", self.max_skips, "positive")
