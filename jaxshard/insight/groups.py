@@ -162,28 +162,22 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _group_axes(numbers: np.ndarray, sizes: dict[str, int], wanted: list[re.Match[str]]) -> np.ndarray:
-    """Splits every axis at the borders of its sub-axes, then moves the wanted pieces last: [groups, size]."""
+    """Splits every axis at the borders of its sub-axes, then moves the wanted pieces last: [groups, size].
+
+    Wanted pieces never overlap, so that each is one dim of the split grid.
+    """
     shape: list[int] = []
-    place: dict[tuple[str, int], tuple[int, int]] = {}  # (axis, elements outside) -> (dim, size)
+    place: dict[tuple[str, int], int] = {}  # (axis, blocks outside the piece) -> dim
     for name, size in sizes.items():
-        cuts = {1, size}
+        edges = {1, size}
         for match in wanted:
             if match["name"] == name and match["size"]:
                 before = int(match["before"])
-                cuts |= {before, before * int(match["size"])}
-        edges = sorted(cuts)
-        for low, high in itertools.pairwise(edges):
-            place[name, low] = (len(shape), high // low)
+                edges |= {before, before * int(match["size"])}
+        for low, high in itertools.pairwise(sorted(edges)):
+            place[name, low] = len(shape)
             shape.append(high // low)
-    last = []
-    for match in wanted:
-        low = int(match["before"] or 1)
-        end = low * int(match["size"]) if match["size"] else sizes[match["name"]]
-        while low < end:
-            dim, size = place[match["name"], low]
-            last.append(dim)
-            low *= size
-    grid = numbers.reshape(shape)
+    last = [place[match["name"], int(match["before"] or 1)] for match in wanted if sizes[match["name"]] > 1]
     first = [dim for dim in range(len(shape)) if dim not in last]
     members = math.prod(shape[dim] for dim in last)
-    return grid.transpose(first + last).reshape(-1, members)
+    return numbers.reshape(shape).transpose(first + last).reshape(-1, members)
