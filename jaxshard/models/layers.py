@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxshard.models.fused_attention import cudnn, cudnn_batchable
 from jaxshard.models.presets import Architecture
 
 DOT_NAMES = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
@@ -58,6 +59,7 @@ class Context:
             query head before attention.
         vocab_parts: parts that the rows of the token embedding are split into.
         groups: data groups that each sum their own gradient of the embedding, reduced once.
+        vmapped: blocks run under `jax.vmap`, over data groups or stages.
     """
 
     dtype: Any = jnp.float32
@@ -68,6 +70,7 @@ class Context:
     split_kv: bool = True
     vocab_parts: int = 1
     groups: int = 1
+    vmapped: bool = False
 
     def without_dropout(self) -> "Context":
         return replace(self, dropout=0.0)
@@ -119,6 +122,15 @@ _einsum.defvjp(_einsum_forward, _einsum_backward)
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """Adds a bias in the bias's type, so that its gradient is summed there too."""
     return (x.astype(bias.dtype) + bias).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def whole_gradient(shard: Callable[..., jax.Array], axes: tuple[str, ...], y: jax.Array) -> jax.Array:
+    """Identity; the gradient is brought into a layout here, once, for all that read it afterwards."""
+    return y
+
+
+whole_gradient.defvjp(lambda shard, axes, y: (y, None), lambda shard, axes, _, dy: (shard(dy, axes),))
 
 
 def dropout(x_BxTxD: jax.Array, rate: float, keys_B: jax.Array | None, site: jax.Array | int) -> jax.Array:
@@ -188,9 +200,8 @@ def attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, segments_BxT: jax.Array, ctx: Contex
     """
     if ctx.attention == "cudnn":
         mask = (segments_BxT[:, None, :, None] == segments_BxT[:, None, None, :]) if ctx.packed else None
-        return jax.nn.dot_product_attention(
-            q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask=mask, is_causal=True, implementation="cudnn"
-        )
+        kernel = cudnn_batchable if ctx.packed and ctx.vmapped else cudnn
+        return kernel(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask)
     mask = jnp.tri(q_BxTxHxE.shape[1], dtype=bool)[None]
     if ctx.packed:
         mask = mask & (segments_BxT[:, :, None] == segments_BxT[:, None, :])
@@ -329,10 +340,14 @@ class Block(nnx.Module):
 
     def normed(self, norm: Norm, x_BxTxD: jax.Array, ctx: Context) -> jax.Array:
         """The input of a branch: normed, and whole in sequence."""
-        return ctx.shard(norm(x_BxTxD), ("batch", "sequence", "embed"), "norm")
+        # In the stream's layout first, so that what is gathered is the result, in its narrower type.
+        y = ctx.shard(norm(x_BxTxD), ("batch", "residual_sequence", "embed"))
+        return ctx.shard(y, ("batch", "sequence", "embed"), "norm")
 
     def add(self, x_BxTxD, y_BxTxD, name: str, info: TokenInfo, site: jax.Array | int, ctx: Context) -> jax.Array:
         """x + dropout(y), with y and the stream in the stream's own layout."""
         stream = ("batch", "residual_sequence", "embed")
-        y = ctx.shard(y_BxTxD, stream, name)
+        # Both of the branch's last products need the gradient whole in sequence: gathered here, not once for each.
+        y = whole_gradient(ctx.shard, ("batch", "sequence", "embed"), y_BxTxD)
+        y = ctx.shard(y, stream, name)
         return ctx.shard(x_BxTxD + dropout(y, ctx.dropout, info.keys, site), stream, "residual")

@@ -134,6 +134,7 @@ def build_program(
         split_kv=arch.n_kv_heads % shape.model == 0,
         vocab_parts=shape.stage * shape.model,
         groups=1 if layout.deferred else layout.groups,
+        vmapped=layout.deferred or shape.stage > 1,
     )
     recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
     is_row = lambda x: hasattr(x, "axes")
