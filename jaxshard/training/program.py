@@ -16,6 +16,7 @@ from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model, describe
 from jaxshard.parallel.layout import Layout, build_layout
 from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve_mesh
+from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
 from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
@@ -26,6 +27,7 @@ from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.recipe import Recipe
 from jaxshard.training.state import TrainState, create, state_logical_axes, state_shardings
 from jaxshard.training.step import train_step
+from jaxshard.training.update import Update, choose_update
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,7 @@ class Program:
         layout: where everything lies.
         recipe: how gradients are computed.
         tx: the optimizer's direction.
+        update: how the direction reaches parameters, masters and moments, wherever they lie.
         replicated: weights that stay whole against the rules.
         abstract: shapes, types and shardings of the state.
         logical_axes: names of the dims of every array of the state.
@@ -48,6 +51,7 @@ class Program:
     layout: Layout
     recipe: Recipe
     tx: optax.GradientTransformation
+    update: Update
     replicated: list[Replicated]
     abstract: TrainState
     logical_axes: TrainState
@@ -68,7 +72,7 @@ class Program:
         """(state, batch [A, B, T]) -> (state, metrics); the state is donated."""
         config = self.config
         lr = learning_rate(config.optim, config.train.steps)
-        run = partial(train_step, self.recipe, self.tx, lr, config.optim, config.train)
+        run = partial(train_step, self.recipe, self.update, lr, config.optim, config.train)
         return jax.jit(run, donate_argnums=0, out_shardings=(self.shardings, self.layout.scalar))
 
     @cached_property
@@ -140,16 +144,23 @@ def build_program(
     is_row = lambda x: hasattr(x, "axes")
     roles = jax.tree.map(lambda w: w.role, model.weights, is_leaf=is_row)
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
-    tx = build_optimizer(config.optim, roles, axes, {"vocab": arch.vocab_size}, policy.moments)
+    optimizer = partial(build_optimizer, config.optim, sizes={"vocab": arch.vocab_size}, moments=policy.moments)
+    tx = optimizer(roles, axes)
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
     logical = state_logical_axes(model, layout, tx, shapes)
-    shardings = state_shardings(layout, shapes, logical)
+    offload = train.offload == "optimizer"
+    if offload:
+        check_host_memory(list(placed.devices.flat))
+    shardings = state_shardings(layout, shapes, logical, offload)
+    part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
+    mode = (train.offload_mode or "stream") if offload else None
+    update = choose_update(mode, layout, tx, part, shardings.moments)
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
     check_replicated(
         found, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)), train.allow_replicated
     )
-    return Program(config, model, layout, recipe, tx, found, abstract, logical)
+    return Program(config, model, layout, recipe, tx, update, found, abstract, logical)
 
 
 def attention_kernel(arch: Architecture, config: Config, platform: str) -> str:

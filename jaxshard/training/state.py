@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxshard.models.transformer import Model
 from jaxshard.parallel.layout import Layout
+from jaxshard.parallel.offload import in_host_memory
 from jaxshard.parallel.precision import LossScale
 from jaxshard.parallel.rules import weight_specs
 from jaxshard.training.optimizer import state_axes
@@ -70,17 +71,22 @@ def state_logical_axes(
     )
 
 
-def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState) -> TrainState:
-    """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's."""
+def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState, offload: bool = False) -> TrainState:
+    """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's.
+
+    With `offload` masters and moments lie in host memory; scalars, such as counts, stay on the devices.
+    """
+    lower = in_host_memory if offload else lambda sharding: sharding
 
     def moment(leaf: jax.ShapeDtypeStruct, logical: tuple) -> NamedSharding:
-        return layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
+        place = layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
+        return lower(place) if leaf.ndim else place
 
     scalars = lambda tree: jax.tree.map(lambda _: layout.scalar, tree)
     return TrainState(
         step=layout.scalar,
         params=layout.parameters,
-        masters=layout.optimizer if layout.policy.masters else None,
+        masters=jax.tree.map(lower, layout.optimizer) if layout.policy.masters else None,
         moments=jax.tree.map(moment, abstract.moments, axes.moments),
         loss_scale=scalars(abstract.loss_scale),
         skipped=layout.scalar,

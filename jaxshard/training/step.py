@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxshard.config import OptimConfig, TrainConfig
 from jaxshard.parallel.precision import next_loss_scale
 from jaxshard.training.gradients import Recipe, gradients
 from jaxshard.training.state import TrainState
+from jaxshard.training.update import Change, Parts, Update
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -20,7 +20,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 def train_step(
     recipe: Recipe,
-    tx: optax.GradientTransformation,
+    update: Update,
     lr: Callable[[jax.Array], jax.Array],
     optim: OptimConfig,
     train: TrainConfig,
@@ -34,7 +34,7 @@ def train_step(
 
     Args:
         recipe: how gradients are computed.
-        tx: direction of the update, without learning rate and clipping.
+        update: of parameters, masters and moments; see `choose_update`.
         lr: learning rate by finished updates.
         optim, train: configuration.
         state: donated by the caller's jit.
@@ -47,33 +47,21 @@ def train_step(
     policy = layout.policy
     scale = state.loss_scale.scale if state.loss_scale is not None else jnp.ones((), policy.gradients)
     grads, loss, tokens = gradients(recipe, state.params, batch, state.step, scale)
-    place = lambda tree: jax.tree.map(jax.lax.with_sharding_constraint, tree, layout.optimizer)
-    grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), place(grads))
-    norm = global_norm(grads)
+    grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, layout.optimizer)
+    norm = global_norm(jax.tree.map(lambda g: g / scale.astype(g.dtype), grads))
     finite = jnp.isfinite(norm)
     good = finite & (tokens > 0)
+    factor = jnp.ones_like(norm)
     if optim.clip > 0:
         factor = jnp.minimum(1.0, optim.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-
-    old = state.masters if policy.masters else place(state.params)
-    directions, moments = tx.update(grads, state.moments, old)
     rate = lr(state.step - state.skipped)
-    move = lambda p, d: (p.astype(d.dtype) - rate.astype(d.dtype) * d).astype(p.dtype)
-    updated = jax.tree.map(move, old, directions)
-    keep = lambda new, before: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, before)
-    updated, moments = keep(updated, old), keep(moments, state.moments)
-    params = jax.tree.map(
-        lambda p, sharding: jax.lax.with_sharding_constraint(p.astype(policy.parameters), sharding),
-        updated,
-        layout.parameters,
-    )
+    new = update(grads, Parts(state.params, state.masters, state.moments), Change(good, scale, factor, rate))
     one = good.astype(jnp.int32)
     next_state = TrainState(
         step=state.step + 1,
-        params=params,
-        masters=updated if policy.masters else None,
-        moments=moments,
+        params=new.params,
+        masters=new.masters,
+        moments=new.moments,
         loss_scale=None
         if state.loss_scale is None
         else next_loss_scale(state.loss_scale, finite, train.loss_scale_interval),

@@ -1,0 +1,53 @@
+"""Host memory as a place for arrays: which kind it is, whether a device has it, and the way there and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxshard.errors import InputError
+
+HOST_KIND = "pinned_host"
+"""jax's name of page-locked memory of the device's host, which the device copies from and to by itself."""
+
+
+def in_host_memory(sharding: NamedSharding) -> NamedSharding:
+    """The same placement over the mesh, in the hosts' memory."""
+    return sharding.with_memory_kind(HOST_KIND)
+
+
+def to_host(tree: Any) -> Any:
+    """Moves every array to host memory, inside jit; what lies there already stays."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def to_device(tree: Any, shardings: Any) -> Any:
+    """Moves every array to device memory, inside jit, as sharded.
+
+    Args:
+        tree: arrays, in host memory or not.
+        shardings: in the shape of `tree`; their memory kind is not looked at.
+    """
+    bring = lambda x, s: jax.lax.with_sharding_constraint(
+        jax.device_put(x, jax.memory.Space.Device), NamedSharding(s.mesh, s.spec)
+    )
+    return jax.tree.map(bring, tree, shardings)
+
+
+def check_host_memory(devices: Sequence[Any]) -> None:
+    """Refuses devices without page-locked host memory; devices that are absent are taken at their compiler's word.
+
+    Raises:
+        InputError: names the backend and what it has.
+    """
+    device = devices[0]
+    try:
+        kinds = sorted({memory.kind for memory in device.addressable_memories()})
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # An absent GPU describes no memories.
+        return
+    if kinds and HOST_KIND not in kinds:
+        raise InputError(
+            f"train.offload optimizer needs {HOST_KIND} memory, and backend {device.platform} has only "
+            f"{', '.join(kinds)}: leave --train.offload out, or use --zero 1 to 3 to split the state over more devices"
+        )

@@ -1,0 +1,212 @@
+"""The update of parameters, masters and moments: on the device, or with masters and moments in host memory.
+
+ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) keeps the authoritative fp32 parameters and the moments in host memory.
+One of three functions with the same signature is chosen once, so that the train step has no branch for it:
+
+| update   | moments, masters | arithmetic | crosses between host and device             | on the device at a time |
+|----------|------------------|------------|----------------------------------------------|-------------------------|
+| whole    | device           | device     | nothing                                      | everything              |
+| streamed | host             | device     | moments and masters, both ways               | about two layers of it  |
+| hosted   | host             | host       | gradients down, parameters in their type up  | nothing of it           |
+
+Shapes: L layers, S stages. A stacked leaf is [L, ...]; where a pipeline splits L over S stages, one turn of the
+streamed loop takes one layer of every stage, [S, ...].
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.compute_on import compute_on
+
+from jaxshard.parallel.layout import Layout
+from jaxshard.parallel.offload import to_device, to_host
+
+STACKED = "blocks"
+"""Group of parameters whose leaves are stacked over layers."""
+
+
+class Parts(NamedTuple):
+    """What an update changes: parameters as stored, fp32 masters or None, state of the optimizer."""
+
+    params: Any
+    masters: Any
+    moments: Any
+
+
+class Change(NamedTuple):
+    """Scalars of one update.
+
+    Attributes:
+        good: bool; False leaves every bit as it is.
+        scale: loss scale that the gradients still carry.
+        factor: of clipping; 1 where nothing is clipped.
+        rate: learning rate.
+    """
+
+    good: jax.Array
+    scale: jax.Array
+    factor: jax.Array
+    rate: jax.Array
+
+
+Update = Callable[[Any, Parts, Change], Parts]
+"""(gradients as `layout.optimizer` places them, old, scalars) -> new."""
+
+
+def choose_update(
+    mode: str | None,
+    layout: Layout,
+    tx: optax.GradientTransformation,
+    part: Callable[[str], optax.GradientTransformation],
+    moments: Any,
+) -> Update:
+    """Picks the update of a run.
+
+    Args:
+        mode: None (nothing is offloaded), "stream" or "host".
+        layout: where everything lies.
+        tx: direction of the update, without learning rate and clipping.
+        part: the same for one group of parameters, {group: ...}; its state is that part of tx's.
+        moments: shardings of the state of tx.
+    """
+    if mode == "stream":
+        return partial(_streamed, layout, part, moments)
+    if mode == "host":
+        return partial(_hosted, layout, tx, moments)
+    return partial(_whole, layout, tx)
+
+
+def advance(tx: optax.GradientTransformation, change: Change, grads: Any, old: Any, moments: Any) -> tuple[Any, Any]:
+    """One update of parameters of any tree; returns (parameters, moments), both untouched unless change.good."""
+    ready = lambda g: g / change.scale.astype(g.dtype) * change.factor.astype(g.dtype)
+    directions, new = tx.update(jax.tree.map(ready, grads), moments, old)
+    move = lambda p, d: (p.astype(d.dtype) - change.rate.astype(d.dtype) * d).astype(p.dtype)
+    keep = lambda n, o: jnp.where(change.good, n, o)
+    return jax.tree.map(lambda p, d: keep(move(p, d), p), old, directions), jax.tree.map(keep, new, moments)
+
+
+def _constrained(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def _stored(layout: Layout, updated: Any, shardings: Any) -> Any:
+    """Parameters as the devices compute from them: in their type, gathered where their table says so."""
+    return _constrained(jax.tree.map(lambda p: p.astype(layout.policy.parameters), updated), shardings)
+
+
+def _whole(layout: Layout, tx: optax.GradientTransformation, grads: Any, parts: Parts, change: Change) -> Parts:
+    """Everything lies on the device and is updated there."""
+    masters = layout.policy.masters
+    old = parts.masters if masters else _constrained(parts.params, layout.optimizer)
+    updated, moments = advance(tx, change, grads, old, parts.moments)
+    return Parts(_stored(layout, updated, layout.parameters), updated if masters else None, moments)
+
+
+def _hosted(layout: Layout, tx, places: Any, grads: Any, parts: Parts, change: Change) -> Parts:
+    """The host computes the update: gradients go down to it, parameters in the devices' type come back."""
+    policy = layout.policy
+    old = parts.masters if policy.masters else _constrained(parts.params, layout.optimizer)
+
+    @compute_on("device_host")
+    @jax.jit
+    def run(grads, old, moments, change):
+        updated, moments = advance(tx, change, grads, old, moments)
+        return jax.tree.map(lambda p: p.astype(policy.parameters), updated), updated, moments
+
+    params, updated, moments = run(*(to_host(tree) for tree in (grads, old, parts.moments, change)))
+    params = _constrained(to_device(params, layout.optimizer), layout.parameters)
+    moments = jax.tree.map(lambda x, s: x if x.ndim else to_device(x, s), moments, places)
+    return Parts(params, updated if policy.masters else None, moments)
+
+
+class Places(NamedTuple):
+    """Shardings of one group: stored parameters, masters and updates, moments."""
+
+    params: Any
+    optimizer: Any
+    moments: Any
+
+
+def _streamed(layout: Layout, part: Callable, places: Any, grads: Any, parts: Parts, change: Change) -> Parts:
+    """One group after another, and stacked layers one after another, come to the device, are updated and go back.
+
+    Every group has an optimizer of its own, whose state is the part of the whole state with the same paths. Counts
+    belong to all of them: each group begins at the old count and ends at the same new one.
+    """
+    place, moments = _by_path(places), _by_path(_down(parts.moments))
+    params, masters, updated = {}, {}, dict(moments)
+    for group in parts.params:
+        pick = lambda tree, group=group: {group: tree[group]}
+        tx = part(group)
+        old = Parts(pick(parts.params), _down(pick(parts.masters)) if parts.masters else None, None)
+        bare = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), old.masters or old.params)
+        form = jax.eval_shape(tx.init, bare)
+        select = lambda table, form=form: jax.tree.unflatten(jax.tree.structure(form), map(table.get, _by_path(form)))
+        where = Places(pick(layout.parameters), pick(layout.optimizer), select(place))
+        visit = _layer_by_layer if group == STACKED else _visit
+        new = visit(layout, tx, where, pick(grads), old._replace(moments=select(moments)), change)
+        params |= new.params
+        masters |= new.masters or {}
+        updated |= _by_path(new.moments)
+    structure = jax.tree.structure(parts.moments)
+    return Parts(params, masters or None, jax.tree.unflatten(structure, updated.values()))
+
+
+def _by_path(tree: Any) -> dict[Any, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _down(tree: Any) -> Any:
+    """Moves arrays to host memory; scalars stay on the device."""
+    return jax.tree.map(lambda x: to_host(x) if x.ndim else x, tree)
+
+
+def _visit(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
+    """Brings masters and moments to the device, updates, and sends them back."""
+    masters = layout.policy.masters
+    source = to_device(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
+    updated, moments = advance(tx, change, grads, source, to_device(old.moments, places.moments))
+    return Parts(_stored(layout, updated, places.params), _down(updated) if masters else None, _down(moments))
+
+
+def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
+    """Visits a stack in a loop that writes back in place, so that two layers' moments are on the device at most.
+
+    For every optimizer the layers are a dim of independent weights, so a slice of it has the same update. The next
+    layer is not fetched ahead: reading it before the last one is written back would make XLA copy the whole stack.
+    """
+    stages = layout.shape.stage
+    arrays = lambda change, tree, *rest: jax.tree.map(lambda x, *r: change(x, *r) if x.ndim else x, tree, *rest)
+    start, grads = arrays(partial(_split, stages), (old, grads))
+
+    def turn(i, now: Parts) -> Parts:
+        one = jax.tree.map(lambda x, first: _take(stages, x, i) if x.ndim else first, now, start)
+        new = _visit(layout, tx, places, arrays(lambda g: _take(stages, g, i), grads), one, change)
+        return jax.tree.map(lambda x, n: _put(stages, x, n, i) if x.ndim else n, now, new)
+
+    layers = jax.tree.leaves(old.params)[0].shape[0] // stages
+    done = jax.lax.fori_loop(0, layers, turn, start)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), done, old)
+
+
+def _split(stages: int, x: jax.Array) -> jax.Array:
+    """[L, ...] -> [S, L / S, ...] with several stages, whose dim is the sharded one; else as it is."""
+    return x if stages == 1 else x.reshape(stages, x.shape[0] // stages, *x.shape[1:])
+
+
+def _take(stages: int, x: jax.Array, i: jax.Array) -> jax.Array:
+    """Layer i of every stage, [S, ...]."""
+    if stages == 1:
+        return jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
+    return jax.lax.dynamic_slice_in_dim(x, i, 1, 1).reshape(stages, *x.shape[2:])
+
+
+def _put(stages: int, x: jax.Array, one: jax.Array, i: jax.Array) -> jax.Array:
+    """Writes layer i of every stage."""
+    if stages == 1:
+        return jax.lax.dynamic_update_slice_in_dim(x, one, i, 0)
+    return jax.lax.dynamic_update_slice_in_dim(x, one.reshape(stages, 1, *one.shape[1:]), i, 1)
