@@ -69,7 +69,7 @@ def measure(mesh: str, rounds: int, steps: int, folder: Path) -> list[float]:
         jax.block_until_ready((state, metrics))
         bare = time.perf_counter() - begin
         with open_metrics(folder, config.log) as log:
-            parts = Run(config, program, dataset, folder, saved, log, Evaluator(program, dataset), console)
+            parts = Run(config, program, dataset, folder, saved, log, Evaluator(program, dataset), console, 0.0, None)
             begin = time.perf_counter()
             state, _ = run_steps(parts, compiled, state, 0, StopRequest())
             jax.block_until_ready(state)

@@ -119,7 +119,7 @@ COMMANDS = (
     Command(
         "train",
         "Train a model (the default command).",
-        "jaxshard.training.loop:run",
+        "jaxshard.insight.train:run",
         TrainOptions(),
         lambda options: options.saved_run,
     ),

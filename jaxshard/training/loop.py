@@ -19,7 +19,7 @@ from jaxshard.inference.generate import sample_text
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import memory_line, show_program
 from jaxshard.training.evaluate import Evaluator
-from jaxshard.training.metrics import Metrics, Throughput, open_metrics
+from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
 from jaxshard.training.start import (
@@ -48,6 +48,8 @@ class Run:
     metrics: Metrics
     evaluator: Evaluator
     console: Console
+    flops_per_token: float
+    peak_flops: float | None
     throughput: Throughput = field(default_factory=Throughput)
 
     @property
@@ -57,8 +59,18 @@ class Run:
         return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
-def run(config: Config, *, console: Console, resume: str | None) -> dict[str, Any]:
-    """The command `train`.
+Arithmetic = Callable[[Program], tuple[float, float | None]]
+"""From a program to (FLOPs per token, FLOP/s of all devices together or None where the chip is not known)."""
+
+
+def run(config: Config, *, console: Console, resume: str | None, arithmetic: Arithmetic) -> dict[str, Any]:
+    """Trains, evaluates, and says where everything is.
+
+    Args:
+        config: of the run.
+        console: where to say it.
+        resume: "required", "auto" or None.
+        arithmetic: what the utilisation (MFU) is worked out from.
 
     Returns a summary with the exit code: 0 done, 3 stopped by a signal after saving.
 
@@ -79,7 +91,8 @@ def run(config: Config, *, console: Console, resume: str | None) -> dict[str, An
         compiled = _compile(program, console)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         request = stack.enter_context(stop_on_signal())
-        parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console)
+        figures = arithmetic(program)
+        parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, *figures)
         state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
@@ -171,9 +184,10 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> N
         parts.console.warn(f"step {step}: no token of the batch has a target, so nothing was updated")
     parts.throughput.add(parts.config.train.global_batch * parts.config.data.seq_len)
     speed = parts.throughput.tokens_per_second
-    progress.update(step, loss=values["loss"], tokens_per_second=speed)
+    used = mfu(speed, parts.flops_per_token, parts.peak_flops)
+    progress.update(step, loss=values["loss"], tokens_per_second=speed, mfu=used)
     if step % parts.config.log.every == 0 or step == parts.end:
-        parts.metrics.log(step, values | {"tokens_per_second": speed})
+        parts.metrics.log(step, values | {"tokens_per_second": speed, "mfu": used})
     skips = values["skipped_in_row"]
     if skips >= parts.config.train.max_skips:
         raise RuntimeError(
