@@ -5,7 +5,8 @@ compared numbers are: initial parameters (bit for bit), loss, the gradient of ev
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -175,7 +176,7 @@ def synthetic_batch(vocab: int, rows: int, length: int, packed: bool, seed: int 
         used = length - (rng.integers(0, length // 3 + 1) if row % 2 else 0)
         inner = rng.integers(1, used, 2) if packed and used > 1 else []
         cuts = sorted({0, int(used), *map(int, inner)})
-        for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False), 1):
+        for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             segments[row, start:end] = number
             positions[row, start:end] = np.arange(end - start)
     masked = (segments == 0) | (rng.random((rows, length)) < 0.2)
@@ -309,8 +310,8 @@ def _architecture(config: Config) -> Architecture:
 def _describe(small: Config, shape: MeshShape, arch: Architecture) -> str:
     m, t = small.model, small.train
     return (
-        f"{shape} --zero {small.zero} on {shape.devices} devices against one device, in fp64, with the model scaled down "
-        f"from {arch.parameters:,} parameters to {m.n_layers} layers of width {m.d_model}, {m.n_heads} heads "
+        f"{shape} --zero {small.zero} on {shape.devices} devices against one device, in fp64, with the model scaled "
+        f"down from {arch.parameters:,} parameters to {m.n_layers} layers of width {m.d_model}, {m.n_heads} heads "
         f"({m.n_kv_heads} kv heads), MLP {m.d_ff}, vocabulary {m.vocab_size}, {t.global_batch} sequences of "
         f"{small.data.seq_len} tokens"
     )

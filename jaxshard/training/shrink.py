@@ -33,10 +33,7 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
     train, T = config.train, config.data.seq_len
     length = alike(T, 12, shape.model)
     rows = shape.batch_ways * train.accumulation
-    if train.loss_chunk >= T:
-        chunk = length
-    else:
-        chunk = length // 2 + (1 if T % train.loss_chunk else 0)
+    chunk = length if train.loss_chunk >= T else length // 2 + (1 if T % train.loss_chunk else 0)
     return replace(
         config,
         model=_model(arch, shape, length, config.model),
