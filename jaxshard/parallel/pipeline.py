@@ -3,17 +3,18 @@
 Legend: S stages, M microbatches, V chunks of layers per stage, G data groups, b sequences of one microbatch (of one
 data group), T sequence length, D model width. `schedule` describes the two halves of a tick.
 
-The stages are a leading dim of every value, sharded over the mesh axis `stage` and vmapped over; rolling along it is the
-send. Where each data group keeps a gradient of its own there is a second dim, of the groups; without groups the dim G
-below is absent. Embedding and loss stand outside of the stages: all devices compute them together, once a tick.
+The stages are a leading dim of every value, sharded over the mesh axis `stage` and vmapped over; rolling along it is
+the send. Where each data group keeps a gradient of its own there is a second dim, of the groups; without groups the
+dim G below is absent. Embedding and loss stand outside of the stages: all devices compute them together, once a tick.
 
 Gradients are taken with respect to *slots*: zeros in the gradient's type that stand beside the weights and are never
 read, so that 16-bit weights have gradients of 32 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,25 @@ def _only(stage: int, x: jax.Array) -> jax.Array:
 
     Indexing the sharded dim would gather the values of all stages.
     """
-    return jnp.where(_wide(jnp.arange(x.shape[0]) == stage, x), x, 0).sum(0, dtype=x.dtype)
+    # `jnp.sum` may widen what travels.
+    mine = jnp.where(_wide(jnp.arange(x.shape[0]) == stage, x), x, 0)
+    return jax.lax.reduce(mine, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+
+How = Literal["never", "branch", "always"]
+
+
+def _how(live: np.ndarray, always: float) -> How:
+    """Whether ticks do something, from the flags of a phase.
+
+    Where at least the share `always` of them do, all do it, some in vain: a branch makes GPUs wait for the host.
+    """
+    return "never" if not live.any() else "always" if live.mean() >= always else "branch"
+
+
+def _do(how: How, live: jax.Array, some: Callable, none: Callable, *args: Any) -> Any:
+    """Calls `some` or, in ticks that do not, `none`."""
+    return some(*args) if how == "always" else none(*args) if how == "never" else jax.lax.cond(live, some, none, *args)
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,7 @@ class _Run:
 
     pipeline: Pipeline
     weights: Weights
-    slots: Weights | None
+    slots: Weights
     microbatches: Any
 
     def of_stages(self, microbatch_S: jax.Array) -> Any:
@@ -141,7 +160,7 @@ class _Run:
 
     def embed(self, microbatch: jax.Array) -> jax.Array:
         """Embeds a microbatch: [G, b, T, D]."""
-        p, slots = self.pipeline, None if self.slots is None else self.slots.shared
+        p, slots = self.pipeline, self.slots.shared
         return p.each_group(lambda mb: p.embed(self.weights.shared, slots, mb))(self.of_tick(microbatch))
 
     def empty(self, slots: int) -> jax.Array:
@@ -173,59 +192,57 @@ def gradients(pipeline: Pipeline, weights: Weights, start: Sums, microbatches: A
     buffers = Buffers(run.empty(schedule.saved_slots), run.empty(schedule.fwd_slots), run.empty(schedule.bwd_slots))
     carry = (buffers, start)
     for phase in schedule.phases:
-        carry, _ = jax.lax.scan(
-            lambda carry, row, phase=phase: _tick(run, phase, carry, row), carry, schedule.rows(phase)
-        )
+        rows = schedule.rows(phase)
+        how: dict[str, How] = {name: _how(rows[f"{name}_live"], share) for name, share in ALWAYS.items()}
+        carry, _ = jax.lax.scan(partial(_tick, run, phase, how), carry, rows)
     return carry[1]
 
 
-def _tick(run: _Run, phase: Phase, carry: tuple[Buffers, Sums], row: dict[str, jax.Array]):
+ALWAYS = {"embed": 0.5, "loss": 1.0, "embed_gradient": 0.5}
+"""Share of a phase's ticks from which on all of them do it. A loss in vain would cost as much as some layers."""
+
+
+def _tick(run: _Run, phase: Phase, how: Mapping[str, How], carry: tuple[Buffers, Sums], row: Mapping[str, Any]):
     buffers, sums = carry
     if phase.forward:
-        buffers, _ = _forward_half(run, phase.embed, buffers, row)
+        buffers, _ = _forward_half(run, how["embed"], buffers, row)
     if phase.backward:
-        buffers, sums = _backward_half(run, phase, buffers, sums, row)
+        buffers, sums = _backward_half(run, how, buffers, sums, row)
         sums = run.pipeline.place(sums)
     return (buffers, sums), None
 
 
-def _forward_half(run: _Run, embed: str, buffers: Buffers, row: dict[str, jax.Array]) -> tuple[Buffers, jax.Array]:
+def _forward_half(run: _Run, embed: How, buffers: Buffers, row: Mapping[str, Any]) -> tuple[Buffers, jax.Array]:
     """Returns the buffers, and what the stages computed [S, G, b, T, D]."""
     x = _take(buffers.forward, row["fwd_take"])
-    if embed != "never":
-        first = lambda: run.embed(row["embed_microbatch"])
-        nothing = lambda: jnp.zeros(x.shape[1:], x.dtype)
-        embedded = first() if embed == "always" else jax.lax.cond(row["embed_live"], first, nothing)
-        x = jnp.where(_wide(row["fwd_embed"], x), embedded, x)
+    first = lambda: run.embed(row["embed_microbatch"])
+    embedded = _do(embed, row["embed_live"], first, lambda: jnp.zeros(x.shape[1:], x.dtype))
+    x = jnp.where(_wide(row["fwd_embed"], x), embedded, x)
     x = run.pipeline.over_stages(x)
     saved = run.keep(_put(buffers.saved, row["fwd_save"], x))
-    slots = None if run.slots is None else run.slots.stages
-    y = run.stages(slots, row["fwd_chunk"], row["fwd_microbatch"], x)
+    y = run.stages(run.slots.stages, row["fwd_chunk"], row["fwd_microbatch"], x)
     sent = run.pipeline.over_stages(jnp.roll(y, 1, axis=0))
     return Buffers(saved, run.keep(_put(buffers.forward, row["fwd_put"], sent)), buffers.backward), y
 
 
 def _backward_half(
-    run: _Run, phase: Phase, buffers: Buffers, sums: Sums, row: dict[str, jax.Array]
+    run: _Run, how: Mapping[str, How], buffers: Buffers, sums: Sums, row: Mapping[str, Any]
 ) -> tuple[Buffers, Sums]:
     pipeline = run.pipeline
     x = pipeline.over_stages(_take(buffers.saved, row["bwd_load"]))
     again = lambda slots, x: run.stages(slots, row["bwd_chunk"], row["bwd_microbatch"], x)
     y, pull = jax.vjp(again, run.slots.stages, x)
     dy = jnp.where(_wide(row["bwd_live"], x), _take(buffers.backward, row["bwd_take"]), 0)
-    if phase.loss != "never":
-        last = lambda sums: _loss(run, row["loss_microbatch"], y, sums)
-        none = lambda sums: (sums, jnp.zeros(y.shape[1:], y.dtype))
-        sums, dlast = last(sums) if phase.loss == "always" else jax.lax.cond(row["loss_live"], last, none, sums)
-        dy = jnp.where(_wide(row["bwd_loss"], x), dlast, dy)
+    last = lambda sums: _loss(run, row["loss_microbatch"], y, sums)
+    none = lambda sums: (sums, jnp.zeros(y.shape[1:], y.dtype))
+    sums, dlast = _do(how["loss"], row["loss_live"], last, none, sums)
+    dy = jnp.where(_wide(row["bwd_loss"], x), dlast, dy)
     dslots, dx = pull(pipeline.over_stages(dy))
     add = pipeline.each_stage(pipeline.each_group(_add_chunk, (0, 0, None)))
     sums = sums._replace(stages=jax.tree.map(lambda g, d: add(g, d, row["bwd_chunk"]), sums.stages, dslots))
-    if phase.embed_gradient != "never":
-        first = lambda shared: _embed_gradient(run, row["embed_gradient_microbatch"], dx, shared)
-        always, live = phase.embed_gradient == "always", row["embed_gradient_live"]
-        same = lambda shared: shared
-        sums = sums._replace(shared=first(sums.shared) if always else jax.lax.cond(live, first, same, sums.shared))
+    live = row["embed_gradient_live"]
+    first = lambda shared: _embed_gradient(run, row["embed_gradient_microbatch"], jnp.where(live, dx, 0), shared)
+    sums = sums._replace(shared=_do(how["embed_gradient"], live, first, lambda shared: shared, sums.shared))
     sent = pipeline.over_stages(jnp.roll(dx, -1, axis=0))
     return buffers._replace(backward=run.keep(_put(buffers.backward, row["bwd_put"], sent))), sums
 
@@ -266,20 +283,21 @@ def evaluate(pipeline: Pipeline, weights: Weights, start: Any, microbatches: Any
         start: sums [G].
         microbatches: tree of [M, G, b, ...].
     """
-    run = _Run(pipeline, weights, None, microbatches)
+    run = _Run(pipeline, weights, Weights(None, None), microbatches)
     schedule = pipeline.schedule
     rows = _forward_rows(schedule)
     # Nothing is saved: there is no backward.
     rows["fwd_save"] = np.full_like(rows["fwd_save"], 1)
+    embed = _how(rows["embed_live"], ALWAYS["embed"])
 
     def tick(carry, row):
         buffers, sums = carry
-        buffers, y = _forward_half(run, "sometimes", buffers, row)
+        buffers, y = _forward_half(run, embed, buffers, row)
         p = pipeline
         last = p.shard(_only(schedule.stages - 1, y), p.grouped)
         each = p.each_group(lambda mb, y: p.loss(weights.shared, None, mb, y)[1])
         more = lambda sums: jax.tree.map(jnp.add, sums, each(run.of_tick(row["last_microbatch"]), last))
-        return (buffers, jax.lax.cond(row["last_live"], more, lambda sums: sums, sums)), None
+        return (buffers, _do("branch", row["last_live"], more, lambda sums: sums, sums)), None
 
     empty = run.empty(1)
     return jax.lax.scan(tick, (Buffers(empty, run.empty(schedule.fwd_slots), empty), start), rows)[0][1]

@@ -64,7 +64,7 @@ class _Cut:
 
 
 def _microbatches(layout: Layout, count: int, batch: Any) -> Any:
-    """Cuts arrays [B, ...] into [M, G, B / (G M), ...], or [M, B / M, ...] without groups; nothing changes its device."""
+    """Cuts arrays [B, ...] into [M, G, B / (G M), ...], or [M, B / M, ...] without groups; nothing moves."""
     ways = layout.groups
 
     def cut(a):
@@ -75,13 +75,14 @@ def _microbatches(layout: Layout, count: int, batch: Any) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _gathered(recipe: Recipe, params: Any) -> Any:
+def _gathered(recipe: Recipe, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters as the ticks read them: as stored, or gathered once for the whole step."""
     layout = recipe.layout
     assert recipe.pipeline is not None
     if recipe.pipeline.gather == "tick":
         return params
-    return jax.tree.map(jax.lax.with_sharding_constraint, params, layout.tree(lambda s: s.base))
+    base = layout.tree(lambda s: s.base)
+    return {name: jax.tree.map(jax.lax.with_sharding_constraint, params[name], base[name]) for name in params}
 
 
 def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipeline:
@@ -140,7 +141,7 @@ def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipel
 
 def _weights(recipe: Recipe, cut: _Cut, params: Any) -> Weights:
     """Cuts the stored parameters: blocks, with the natural number of every layer, and the rest."""
-    params = dict(_gathered(recipe, params))
+    params = {**_gathered(recipe, params)}
     assert recipe.pipeline is not None
     once = recipe.pipeline.gather == "step"
     spec = lambda s: s.base if once else s.parameters

@@ -44,8 +44,8 @@ def _none(train: TrainConfig) -> None:
         if value is not None:
             also = f"; to take the batch in {value} parts: --train.accumulation {value}" * (name == "microbatches")
             raise InputError(
-                f"train.{name} is {value!r}, but without stages there is no pipeline: leave it out, or split the layers "
-                f"with --mesh pp=2,...{also}"
+                f"train.{name} is {value!r}, but without stages there is no pipeline: leave it out, or split the "
+                f"layers with --mesh pp=2,...{also}"
             )
 
 
@@ -67,9 +67,8 @@ def _microbatches(train: TrainConfig, shape: MeshShape) -> int:
     sequences = train.global_batch // ways
     count = train.microbatches
     if count is None:
-        return next(
-            n for n in range(1, sequences + 1) if sequences % n == 0 and (n >= 2 * shape.stage or n == sequences)
-        )
+        fits = (n for n in range(2 * shape.stage, sequences) if sequences % n == 0)
+        return next(fits, sequences)
     if sequences % count:
         axes = [f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1]
         parts = " x ".join([*axes, f"accumulation {train.accumulation}"])
