@@ -25,7 +25,7 @@ from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate
 from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.recipe import Recipe
-from jaxshard.training.state import TrainState, create, state_logical_axes, state_shardings
+from jaxshard.training.state import TrainState, create, offloaded, state_logical_axes, state_shardings
 from jaxshard.training.step import train_step
 from jaxshard.training.update import Update, choose_update
 
@@ -59,6 +59,11 @@ class Program:
     @property
     def shardings(self) -> TrainState:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    @property
+    def offloaded(self) -> TrainState:
+        """Bools in the shape of the state: what lies in host memory, also where absent devices cannot say so."""
+        return offloaded(self.abstract, self.config.train.offload != "none")
 
     @cached_property
     def init(self):

@@ -71,24 +71,31 @@ def state_logical_axes(
     )
 
 
+def offloaded(abstract: TrainState, offload: bool) -> TrainState:
+    """Says for every array of the state whether it lies in host memory: masters and moments, but no scalars."""
+    lowered = TrainState(None, None, abstract.masters, abstract.moments, None, None, None)
+    paths = {path for path, leaf in jax.tree_util.tree_leaves_with_path(lowered) if offload and leaf.ndim}
+    return jax.tree_util.tree_map_with_path(lambda path, _: path in paths, abstract)
+
+
 def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState, offload: bool = False) -> TrainState:
     """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's.
 
     With `offload` masters and moments lie in host memory; scalars, such as counts, stay on the devices.
     """
-    lower = in_host_memory if offload else lambda sharding: sharding
 
     def moment(leaf: jax.ShapeDtypeStruct, logical: tuple) -> NamedSharding:
-        place = layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
-        return lower(place) if leaf.ndim else place
+        return layout.sharding(weight_specs(leaf.shape, logical, layout.shape, layout.zero).optimizer)
 
     scalars = lambda tree: jax.tree.map(lambda _: layout.scalar, tree)
-    return TrainState(
+    shardings = TrainState(
         step=layout.scalar,
         params=layout.parameters,
-        masters=jax.tree.map(lower, layout.optimizer) if layout.policy.masters else None,
+        masters=layout.optimizer if layout.policy.masters else None,
         moments=jax.tree.map(moment, abstract.moments, axes.moments),
         loss_scale=scalars(abstract.loss_scale),
         skipped=layout.scalar,
         skipped_in_row=layout.scalar,
     )
+    lower = lambda sharding, is_low: in_host_memory(sharding) if is_low else sharding
+    return jax.tree.map(lower, shardings, offloaded(abstract, offload))
