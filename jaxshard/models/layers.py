@@ -10,7 +10,6 @@ How weights are placed and how activations are constrained enters through `Conte
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.models.fused_attention import cudnn, cudnn_batchable
 from jaxshard.models.presets import Architecture
+from jaxshard.models.products import add_bias, einsum, whole_gradient
 
 DOT_NAMES = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 """Names of the activations that come out of a matmul; `--train.remat dots` keeps these."""
@@ -87,50 +87,6 @@ def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], init: tuple, ro
     """
     assert len(shape) == len(axes), (shape, axes)
     return nnx.Param(jnp.zeros(shape), logical_axes=axes, init=init, role=role)
-
-
-def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`jnp.einsum` in the type of x, whose gradient for w is summed and returned in the type of w.
-
-    A weight arrives in fp32 (or wider) whatever the compute type, so the sum over tokens, and with it the reduction
-    over the data axis, happens in fp32 also when activations are 16 bit wide.
-    """
-    return _einsum(spec, x, w)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _einsum(spec: str, x: jax.Array, w: jax.Array) -> Any:
-    return jnp.einsum(spec, x, w.astype(x.dtype))
-
-
-def _einsum_forward(spec, x, w):
-    return _einsum(spec, x, w), (x, w)
-
-
-def _einsum_backward(spec, saved, dy):
-    x, w = saved
-    inputs, out = spec.split("->")
-    left, right = inputs.split(",")
-    dx = jnp.einsum(f"{out},{right}->{left}", dy, w.astype(dy.dtype))
-    dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=w.dtype)
-    return dx, dw
-
-
-_einsum.defvjp(_einsum_forward, _einsum_backward)
-
-
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds a bias in the bias's type, so that its gradient is summed there too."""
-    return (x.astype(bias.dtype) + bias).astype(x.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def whole_gradient(shard: Callable[..., jax.Array], axes: tuple[str, ...], y: jax.Array) -> jax.Array:
-    """Identity; the gradient is brought into a layout here, once, for all that read it afterwards."""
-    return y
-
-
-whole_gradient.defvjp(lambda shard, axes, y: (y, None), lambda shard, axes, _, dy: (shard(dy, axes),))
 
 
 def dropout(x_BxTxD: jax.Array, rate: float, keys_B: jax.Array | None, site: jax.Array | int) -> jax.Array:
@@ -325,14 +281,19 @@ class Block(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, info: TokenInfo, layer: jax.Array, ctx: Context) -> jax.Array:
         """Args: residual stream [B, T, D]; its token info; number of the layer (for dropout); how to run."""
-        y = self.attention(self.normed(self.norm1, x_BxTxD, ctx), info, ctx)
-        return self.feed_forward(self.add(x_BxTxD, y, "attention_out", info, 2 * layer + 1, ctx), info, layer, ctx)
+        with jax.named_scope("attention"):
+            y = self.attention(self.normed(self.norm1, x_BxTxD, ctx), info, ctx)
+            x_BxTxD = self.add(x_BxTxD, y, "attention_out", info, 2 * layer + 1, ctx)
+        return self.feed_forward(x_BxTxD, info, layer, ctx)
 
     def recalling(self, x_BxTxD: jax.Array, info: TokenInfo, recall: Recall, ctx: Context) -> tuple[jax.Array, Any]:
         """The same without dropout, with attention over what `recall` remembers; also returns the memory."""
-        y, memory = self.attention.recalling(self.normed(self.norm1, x_BxTxD, ctx), info, recall, ctx)
-        return self.feed_forward(self.add(x_BxTxD, y, "attention_out", info, 0, ctx), info, 0, ctx), memory
+        with jax.named_scope("attention"):
+            y, memory = self.attention.recalling(self.normed(self.norm1, x_BxTxD, ctx), info, recall, ctx)
+            x_BxTxD = self.add(x_BxTxD, y, "attention_out", info, 0, ctx)
+        return self.feed_forward(x_BxTxD, info, 0, ctx), memory
 
+    @jax.named_scope("mlp")
     def feed_forward(self, x_BxTxD: jax.Array, info: TokenInfo, layer: jax.Array | int, ctx: Context) -> jax.Array:
         """The block's second half."""
         y = self.mlp(self.normed(self.norm2, x_BxTxD, ctx), ctx)

@@ -33,9 +33,13 @@ class LookupSpec:
     shard: Callable[..., jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def lookup(spec: LookupSpec, table_VxD: jax.Array, ids_BxT: jax.Array) -> jax.Array:
     """Returns rows [B, T, D] of the table in `spec.dtype`; the gradient is summed in the table's type."""
+    return _lookup(spec, table_VxD, ids_BxT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(spec: LookupSpec, table_VxD: jax.Array, ids_BxT: jax.Array) -> Any:
     V, D = table_VxD.shape
     table = table_VxD.astype(spec.dtype)
     if spec.parts == 1:
@@ -57,7 +61,7 @@ def _local(spec: LookupSpec, ids: jax.Array, V: int) -> jax.Array:
 
 
 def _forward(spec, table, ids):
-    return lookup(spec, table, ids), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _lookup(spec, table, ids), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
 def _backward(spec, saved, dy_BxTxD):
@@ -76,4 +80,4 @@ def _backward(spec, saved, dy_BxTxD):
     return sums_GxPxRxD.sum(0).reshape(V, D), None
 
 
-lookup.defvjp(_forward, _backward)
+_lookup.defvjp(_forward, _backward)

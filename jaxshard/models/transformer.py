@@ -109,6 +109,7 @@ class Model:
         )
         return jax.tree_util.tree_map_with_path(draw, self.weights, is_leaf=lambda x: isinstance(x, WeightRow))
 
+    @jax.named_scope("embedding")
     def embed(self, embedding: Any, tokens_BxT: jax.Array, info: TokenInfo, ctx: Context) -> jax.Array:
         """Looks tokens (and learned positions) up; returns the residual stream [B, T, D] in the compute type."""
         spec = LookupSpec(ctx.vocab_parts, ctx.groups, ctx.dtype, ctx.shard)
@@ -151,6 +152,7 @@ class Model:
 
         return jax.lax.scan(remat(body), x_BxTxD, (blocks, layers_L))[0]
 
+    @jax.named_scope("final_norm")
     def final_norm(self, head: Any, x_BxTxD: jax.Array, ctx: Context) -> jax.Array:
         """Final norm; the result is whole in sequence, ready for the vocabulary-parallel head."""
         norm = {"norm": head["norm"]} | ({} if self.arch.tie_embeddings else {"out": head["out"]})

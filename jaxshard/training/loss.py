@@ -61,6 +61,7 @@ def _backward(spec, saved, cotangents):
 cross_entropy.defvjp(_forward, _backward)
 
 
+@jax.named_scope("loss")
 def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
     B, T, _ = x.shape
     chunk = min(spec.chunk, T)

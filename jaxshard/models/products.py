@@ -1,0 +1,55 @@
+"""Products with weights whose gradients are summed in the weight's type, and where gradients are brought together.
+
+Shapes: B batch, T sequence, D model width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`jnp.einsum` in the type of x, whose gradient for w is summed and returned in the type of w.
+
+    A weight arrives in fp32 (or wider) whatever the compute type, so the sum over tokens, and with it the reduction
+    over the data axis, happens in fp32 also when activations are 16 bit wide.
+    """
+    return _einsum(spec, x, w)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> Any:
+    return jnp.einsum(spec, x, w.astype(x.dtype))
+
+
+def _einsum_forward(spec, x, w):
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum_backward(spec, saved, dy):
+    x, w = saved
+    inputs, out = spec.split("->")
+    left, right = inputs.split(",")
+    dx = jnp.einsum(f"{out},{right}->{left}", dy, w.astype(dy.dtype))
+    dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=w.dtype)
+    return dx, dw
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Adds a bias in the bias's type, so that its gradient is summed there too."""
+    return (x.astype(bias.dtype) + bias).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def whole_gradient(shard: Callable[..., jax.Array], axes: tuple[str, ...], y: jax.Array) -> jax.Array:
+    """Identity; the gradient is brought into a layout here, once, for all that read it afterwards."""
+    return y
+
+
+whole_gradient.defvjp(lambda shard, axes, y: (y, None), lambda shard, axes, _, dy: (shard(dy, axes),))
