@@ -98,6 +98,11 @@ def _put(buffer: jax.Array, slot_S: jax.Array, x: jax.Array) -> jax.Array:
     return jax.vmap(lambda b, i, x: b.at[i].set(x, mode="drop"))(buffer, slot_S, x)
 
 
+def _send(x: jax.Array, places: int) -> jax.Array:
+    """Moves every stage's value so many stages on, around the ring."""
+    return jnp.roll(x, places, axis=0)
+
+
 def _wide(flag_S: jax.Array, like: jax.Array) -> jax.Array:
     return flag_S.reshape(-1, *[1] * (like.ndim - 1))
 
@@ -221,7 +226,7 @@ def _forward_half(run: _Run, embed: How, buffers: Buffers, row: Mapping[str, Any
     x = run.pipeline.over_stages(x)
     saved = run.keep(_put(buffers.saved, row["fwd_save"], x))
     y = run.stages(run.slots.stages, row["fwd_chunk"], row["fwd_microbatch"], x)
-    sent = run.pipeline.over_stages(jnp.roll(y, 1, axis=0))
+    sent = run.pipeline.over_stages(_send(y, 1))
     return Buffers(saved, run.keep(_put(buffers.forward, row["fwd_put"], sent)), buffers.backward), y
 
 
@@ -243,7 +248,7 @@ def _backward_half(
     live = row["embed_gradient_live"]
     first = lambda shared: _embed_gradient(run, row["embed_gradient_microbatch"], jnp.where(live, dx, 0), shared)
     sums = sums._replace(shared=_do(how["embed_gradient"], live, first, lambda shared: shared, sums.shared))
-    sent = pipeline.over_stages(jnp.roll(dx, -1, axis=0))
+    sent = pipeline.over_stages(_send(dx, -1))
     return buffers._replace(backward=run.keep(_put(buffers.backward, row["bwd_put"], sent))), sums
 
 
@@ -257,7 +262,7 @@ def _loss(run: _Run, microbatch: jax.Array, y: jax.Array, sums: Sums) -> tuple[S
     p = run.pipeline
     slope = jax.grad(p.loss, argnums=(1, 3), has_aux=True)
     each = p.each_group(lambda mb, y: slope(run.weights.shared, run.slots.shared, mb, y))
-    (dshared, dy), more = each(run.of_tick(microbatch), p.shard(_only(-1 % y.shape[0], y), p.grouped))
+    (dshared, dy), more = each(run.of_tick(microbatch), p.shard(_only(y.shape[0] - 1, y), p.grouped))
     plus = lambda a, b: jax.tree.map(jnp.add, a, b)
     return Sums(sums.stages, plus(sums.shared, dshared), plus(sums.sums, more)), p.shard(dy, p.grouped)
 
