@@ -146,18 +146,26 @@ def replicated(
     return found
 
 
-def check_replicated(found: Sequence[Replicated], state_bytes: int, allowed: Sequence[str]) -> None:
+def check_replicated(found: Sequence[Replicated], parameter_bytes: int, allowed: Sequence[str]) -> None:
     """Refuses a layout that leaves more than 1 % of the state replicated against --zero.
+
+    Moments and masters lie as their parameters do, so the share of the parameters is the share of the state.
+
+    Args:
+        found: weights that stay whole.
+        parameter_bytes: of all parameters, in the type that `found` counts in.
+        allowed: paths that may stay whole.
 
     Raises:
         InputError: names the leaves and how to allow them.
     """
     bad = [leaf for leaf in found if "ZeRO" in leaf.why and leaf.path not in allowed]
     total = sum(leaf.bytes for leaf in bad)
-    if total > 0.01 * state_bytes:
+    if total > 0.01 * parameter_bytes:
         names = "; ".join(f"{leaf.path}: {leaf.why}" for leaf in bad[:3])
         raise InputError(
-            f"{total:,} of {state_bytes:,} bytes ({100 * total / state_bytes:.1f} %) cannot be sharded as --zero asks: "
+            f"{total:,} of {parameter_bytes:,} bytes of parameters ({100 * total / parameter_bytes:.1f} %) and their "
+            f"optimizer state cannot be sharded as --zero asks: "
             f"{names}. Change dp, or allow them: --train.allow_replicated "
             f"'[{', '.join(leaf.path for leaf in bad)}]'"
         )

@@ -162,9 +162,8 @@ def build_program(
     update = choose_update(mode, layout, tx, part, shardings.moments)
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
-    check_replicated(
-        found, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)), train.allow_replicated
-    )
+    parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.params))
+    check_replicated(found, parameter_bytes, train.allow_replicated)
     return Program(config, model, layout, recipe, tx, update, found, abstract, logical)
 
 
@@ -191,11 +190,6 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
         if size % shape.model:
             fits = [n for n in range(1, shape.model + 1) if size % n == 0]
             raise InputError(f"model.{name} = {size} does not divide by tp = {shape.model}; tp = {fits[-1]} would")
-    if arch.n_layers % shape.stage:
-        fits = [n for n in range(1, shape.stage + 1) if arch.n_layers % n == 0]
-        raise InputError(
-            f"model.n_layers = {arch.n_layers} does not divide by pp = {shape.stage}; pp = {fits[-1]} would"
-        )
     train = config.train
     ways = shape.batch_ways * train.accumulation
     if train.global_batch % ways:

@@ -1,0 +1,81 @@
+"""The tables: which dim of which weight lies on which mesh axis, and what stays whole."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxshard.errors import InputError
+from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.rules import (
+    Replicated,
+    activation_spec,
+    base_axes,
+    check_replicated,
+    local_shape,
+    replicated,
+    weight_specs,
+)
+
+QUERY = (12, 64, 8, 16), ("layers", "embed", "heads", "head_dim")
+MESH = MeshShape(data=4, model=2)
+
+
+def test_zero_is_a_table():
+    whole, spread = P(None, None, "model", None), P(None, "data", "model", None)
+    rows = {
+        0: (whole, whole, whole),
+        1: (whole, whole, spread),
+        2: (whole, spread, spread),
+        3: (spread, spread, spread),
+    }
+    for zero, row in rows.items():
+        specs = weight_specs(*QUERY, MESH, zero)
+        assert (specs.parameters, specs.gradients, specs.optimizer) == row
+        assert specs.base == whole
+
+
+def test_layers_lie_on_stages_and_never_on_data():
+    specs = weight_specs(*QUERY, MeshShape(stage=2, data=4, model=2), 3)
+    assert specs.parameters == P("stage", "data", "model", None)
+    assert weight_specs((12, 3), ("layers", "embed"), MeshShape(data=4), 3).parameters == P(None, None)
+
+
+def test_vocabulary_lies_on_stages_and_model():
+    assert base_axes((512, 64), ("vocab", "embed"), MeshShape(stage=2, model=2)) == [("stage", "model"), ()]
+
+
+def test_a_dim_that_is_split_already_may_be_split_further():
+    assert weight_specs((8, 3), ("mlp", "embed"), MESH, 3).parameters == P(("model", "data"), None)
+
+
+def test_kv_heads_that_do_not_divide_stay_whole_and_are_listed():
+    mesh = MeshShape(model=4)
+    assert base_axes((12, 64, 2, 16), ("layers", "embed", "kv_heads", "head_dim"), mesh)[2] == ()
+    (leaf,) = replicated(
+        "blocks.attention.key", (12, 64, 2, 16), ("layers", "embed", "kv_heads", "head_dim"), mesh, 0, 4
+    )
+    assert leaf.bytes == 12 * 64 * 2 * 16 * 4 and "kv_heads = 2 does not divide by model = 4" in leaf.why
+
+
+def test_what_zero_cannot_split_is_refused_by_name_unless_allowed():
+    (leaf,) = replicated("odd", (3, 5), ("embed", None), MeshShape(data=4), 1, 4)
+    assert "(3, 5)" in leaf.why and leaf.bytes == 60
+    check_replicated([leaf], 60 * 101, ())
+    with pytest.raises(InputError, match=r"odd: no dim of \(3, 5\) divides by data = 4.*allow_replicated '\[odd\]'"):
+        check_replicated([leaf], 60 * 99, ())
+    check_replicated([leaf], 60, ("odd",))
+    check_replicated([Replicated("kv", 60, "kv_heads = 2 does not divide by model = 4")], 60, ())
+
+
+def test_activations():
+    mesh = MeshShape(replica=2, data=2, model=2)
+    axes = ("batch", "sequence", "heads", "head_dim")
+    assert activation_spec(axes, (8, 16, 4, 8), mesh, {}) == P(("replica", "data"), None, "model", None)
+    assert activation_spec(axes, (2, 16, 3, 8), mesh, {}) == P("data", None, None, None)
+    stream = ("batch", "residual_sequence", "embed")
+    assert activation_spec(stream, (8, 16, 4), mesh, {"residual_sequence": ("model",)}) == P(
+        ("replica", "data"), "model", None
+    )
+
+
+def test_local_shape():
+    assert local_shape((8, 6, 5), P(("replica", "data"), "model"), MeshShape(replica=2, data=2, model=2)) == (2, 3, 5)
