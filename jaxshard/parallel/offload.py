@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from jaxshard.errors import InputError
@@ -20,6 +21,16 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
 def to_host(tree: Any) -> Any:
     """Moves every array to host memory, inside jit; what lies there already stays."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def row_major(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Keeps the compiler from choosing another order of dims for `x`, which lies on the device.
+
+    It likes another one for some gradients, and then turns whole stacks in host memory around, by way of the device.
+    """
+    # The partitioner would gather for a layout constraint; each device constrains its own slice.
+    own = lambda local: with_layout_constraint(local, Layout(tuple(range(local.ndim))))
+    return jax.shard_map(own, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)(x)
 
 
 def to_device(tree: Any, shardings: Any) -> Any:

@@ -23,7 +23,7 @@ import optax
 from jax.experimental.compute_on import compute_on
 
 from jaxshard.parallel.layout import Layout
-from jaxshard.parallel.offload import to_device, to_host
+from jaxshard.parallel.offload import row_major, to_device, to_host
 
 STACKED = "blocks"
 """Group of parameters whose leaves are stacked over layers."""
@@ -168,9 +168,12 @@ def _down(tree: Any) -> Any:
 def _visit(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
     """Brings masters and moments to the device, updates, and sends them back."""
     masters = layout.policy.masters
-    source = to_device(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
-    updated, moments = advance(tx, change, grads, source, to_device(old.moments, places.moments))
-    return Parts(_stored(layout, updated, places.params), _down(updated) if masters else None, _down(moments))
+    up = lambda tree, places: jax.tree.map(row_major, to_device(tree, places), places)
+    down = lambda tree, places: _down(jax.tree.map(row_major, tree, places))
+    source = up(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
+    updated, moments = advance(tx, change, grads, source, up(old.moments, places.moments))
+    params = _stored(layout, updated, places.params)
+    return Parts(params, down(updated, places.optimizer) if masters else None, down(moments, places.moments))
 
 
 def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
