@@ -10,6 +10,7 @@ from jaxshard.config import Config, ModelConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
 from jaxshard.parallel.mesh import MeshShape
+from jaxshard.training.pipeline_plan import plan_pipeline
 
 
 def alike(size: int, small: int, *ways: int) -> int:
@@ -21,9 +22,9 @@ def alike(size: int, small: int, *ways: int) -> int:
 def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
     """Returns the configuration with sizes reduced and number types set to fp64.
 
-    Mesh, ZeRO stage, family, ties, dropout, optimizer, accumulation, rematerialisation and sequence parallelism stay.
-    Every size keeps the factor that it shares with the mesh axes it lies on: what divides still divides, what is kept
-    whole or padded still is. Query heads per kv head stay; fewer kv heads than tp stay fewer.
+    Mesh, ZeRO stage, family, ties, dropout, optimizer, accumulation, rematerialisation, sequence parallelism, pipeline
+    and offload stay. Every size keeps the factor that it shares with the mesh axes it lies on: what divides still
+    divides, what is kept whole or padded still is. Query heads per kv head stay; fewer kv heads than tp stay fewer.
 
     Args:
         config: of the user, which fits the mesh.
@@ -31,22 +32,42 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         shape: the mesh.
     """
     train, T = config.train, config.data.seq_len
+    plan = plan_pipeline(train, config.zero, arch, shape)
+    microbatches = plan.schedule.microbatches if plan else 1
     length = alike(T, 12, shape.model)
-    rows = shape.batch_ways * train.accumulation
-    chunk = length if train.loss_chunk >= T else length // 2 + (1 if T % train.loss_chunk else 0)
+    rows = shape.batch_ways * train.accumulation * microbatches
+    small = dict(
+        global_batch=rows * min(train.global_batch // rows, 2),
+        loss_chunk=length if train.loss_chunk >= T else length // 2 + (1 if T % train.loss_chunk else 0),
+        microbatches=microbatches if plan else None,
+        precision="fp64",
+        # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
+        allow_replicated=tuple(_paths(describe(arch).weights)),
+    )
     return replace(
         config,
-        model=_model(arch, shape, length, config.model),
+        model=_model(arch, shape, plan.schedule.chunks if plan else 1, length, config.model),
         data=replace(config.data, seq_len=length),
-        train=replace(
-            train,
-            global_batch=rows * min(train.global_batch // rows, 2),
-            loss_chunk=chunk,
-            precision="fp64",
-            # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
-            allow_replicated=tuple(_paths(describe(arch).weights)),
-        ),
+        train=replace(train, **small),
     )
+
+
+def alone(config: Config) -> Config:
+    """The same computation on one device: nothing cut, nothing recomputed, nothing offloaded."""
+    train = replace(
+        config.train,
+        accumulation=1,
+        microbatches=None,
+        schedule=None,
+        virtual_stages=None,
+        pipeline_gather=None,
+        remat="none",
+        offload="none",
+        offload_mode=None,
+        sequence_parallel=False,
+        loss_chunk=config.data.seq_len,
+    )
+    return replace(config, mesh="dp=1", zero=0, train=train)
 
 
 def _paths(weights: Any) -> list[str]:
@@ -54,7 +75,7 @@ def _paths(weights: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
 
 
-def _model(arch: Architecture, shape: MeshShape, length: int, given: ModelConfig) -> ModelConfig:
+def _model(arch: Architecture, shape: MeshShape, chunks: int, length: int, given: ModelConfig) -> ModelConfig:
     each = arch.n_heads // arch.n_kv_heads
     fits = lambda k: (
         (each * k) % shape.model == 0 and math.gcd(k, shape.model) == math.gcd(arch.n_kv_heads, shape.model)
@@ -68,7 +89,7 @@ def _model(arch: Architecture, shape: MeshShape, length: int, given: ModelConfig
         preset=None,
         vocab_size=pad if arch.vocab_size % pad == 0 else pad - 5,
         d_model=width,
-        n_layers=alike(arch.n_layers, 2, shape.stage),
+        n_layers=alike(arch.n_layers, 2, shape.stage * chunks),
         n_heads=each * kv_heads,
         n_kv_heads=kv_heads,
         head_dim=alike(arch.head_dim, 4, 2, shape.data),
