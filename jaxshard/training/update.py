@@ -117,6 +117,7 @@ def _hosted(layout: Layout, tx, places: Any, grads: Any, parts: Parts, change: C
         updated, moments = advance(tx, change, grads, old, moments)
         return jax.tree.map(lambda p: p.astype(policy.parameters), updated), updated, moments
 
+    grads = jax.tree.map(row_major, grads, layout.optimizer)
     params, updated, moments = run(*(to_host(tree) for tree in (grads, old, parts.moments, change)))
     params = _constrained(to_device(params, layout.optimizer), layout.parameters)
     moments = jax.tree.map(lambda x, s: x if x.ndim else to_device(x, s), moments, places)
