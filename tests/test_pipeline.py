@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxshard.parallel import pipeline, schedule
 from jaxshard.parallel.mesh import MeshShape, build_mesh
 from jaxshard.parallel.pipeline import Pipeline, Sums, Weights
-from jaxshard.training.check import wide_types
+from jaxshard.training.invariance import wide_types
 
 D, T, B, IDS = 4, 3, 2, 7
 AXES = {"stages": "stage", "groups": "data", None: None}

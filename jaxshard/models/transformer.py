@@ -6,7 +6,7 @@ The blocks are stacked: every block weight has a leading "layers" dim, and the n
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -75,6 +75,12 @@ Lift = Callable[[str, Any], Any]
 """(group, tree of Slotted) -> tree of arrays ready for use. Groups: embedding, blocks (one layer), head."""
 
 
+def dealt_order(layers: int, dealt: Sequence[int]) -> np.ndarray:
+    """[L] natural number of the layer at each place, where (stages, chunks) are dealt as `Model.dealt` says."""
+    stages, chunks = dealt
+    return np.arange(layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+
+
 @dataclass(frozen=True)
 class Model:
     """A model: its architecture, its table of weights, and the functions that run it.
@@ -94,8 +100,7 @@ class Model:
     @property
     def layer_order(self) -> np.ndarray:
         """[L] natural number of the layer at each place of the stack."""
-        stages, chunks = self.dealt
-        return np.arange(self.arch.n_layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+        return dealt_order(self.arch.n_layers, self.dealt)
 
     def module(self, group: str, arrays: Any) -> Any:
         """Binds arrays to the module of a group: embedding, blocks (one layer of it) or head."""

@@ -208,7 +208,10 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
 
 
 def class_bytes(program: Program) -> dict[str, int]:
-    """Bytes on one device of each class of state, and of the gradients while they are accumulated."""
+    """Bytes for one device of each class of state, and of the gradients while they are accumulated.
+
+    With --train.offload optimizer the bytes of moments and masters lie in host memory; `Program.offloaded` says which.
+    """
     layout, state = program.layout, program.abstract
     size = lambda tree: (
         bytes_per_device(tree, jax.tree.map(lambda x: x.sharding.spec, tree), layout.shape) if tree else 0

@@ -13,6 +13,7 @@ from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import open_devices
 from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.layer_order import in_layer_order
 from jaxshard.training.program import Program, build_program
 from jaxshard.training.state import TrainState
 
@@ -85,6 +86,7 @@ def run_facts(program: Program) -> dict[str, Any]:
     return {
         "mesh": str(program.layout.shape),
         "zero": program.layout.zero,
+        "layers_dealt": program.model.dealt,
         "precision": program.layout.policy.name,
         "seed": program.config.train.seed,
         "prng": "threefry2x32, partitionable",
@@ -99,8 +101,8 @@ def first_or_restored(program: Program, saved: Checkpoints, resume: str | None) 
         if resume == "required":
             raise InputError("--resume: the run has no complete checkpoint; start it anew in another --output")
         return program.init(), 0
-    state, _ = saved.restore(latest, program.abstract, axes=program.logical_axes, sizes=_unpadded(program))
-    return state, latest
+    state, facts = saved.restore(latest, program.abstract, axes=program.logical_axes, sizes=_unpadded(program))
+    return _in_own_order(program, state, program.logical_axes, facts), latest
 
 
 def restore_parameters(program: Program, folder: Path, step: int | None) -> tuple[int, Any]:
@@ -117,10 +119,15 @@ def restore_parameters(program: Program, folder: Path, step: int | None) -> tupl
         raise InputError(f"--checkpoint {step}: {folder} holds {', '.join(map(str, steps))}")
     chosen = steps[-1] if step is None else step
     only = lambda state: TrainState(None, state.params, None, None, None, None, None)
-    state, _ = saved.restore(
-        chosen, only(program.abstract), partial=True, axes=only(program.logical_axes), sizes=_unpadded(program)
-    )
-    return chosen, state.params
+    axes = only(program.logical_axes)
+    state, facts = saved.restore(chosen, only(program.abstract), partial=True, axes=axes, sizes=_unpadded(program))
+    return chosen, _in_own_order(program, state, axes, facts).params
+
+
+def _in_own_order(program: Program, state: TrainState, axes: TrainState, facts: dict[str, Any]) -> TrainState:
+    """Brings layers that the checkpoint holds in the order of another pipeline into the order of this program."""
+    saved = facts.get("layers_dealt", (1, 1))
+    return in_layer_order(state, axes, program.model.arch.n_layers, saved, program.model.dealt)
 
 
 def _unpadded(program: Program) -> dict[str, int]:

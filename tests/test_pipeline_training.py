@@ -1,0 +1,219 @@
+"""Training through a pipeline: fp64 gradients equal one device's with everything it is combined with."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.errors import InputError
+from jaxshard.insight.absent import captured_stderr
+from jaxshard.insight.compile import spmd_warnings
+from jaxshard.parallel import schedule
+from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.invariance import compare, compile_quickly, one_step, synthetic_batch, wide_types
+from jaxshard.training.pipeline_plan import pipeline_notes
+from jaxshard.training.program import build_program
+from jaxshard.training.shrink import alone
+from jaxshard.training.start import first_or_restored, run_facts
+
+T = 12
+LLAMA = dict(family="llama", n_kv_heads=2, tie_embeddings=True, dropout=0.1)
+GPT2 = dict(family="gpt2", n_kv_heads=4, tie_embeddings=False)
+
+
+def config(mesh, model=LLAMA, zero=0, pack=True, n_layers=8, **train):
+    sizes = dict(vocab_size=59, d_model=16, n_layers=n_layers, n_heads=4, head_dim=4, d_ff=24, max_seq_len=T)
+    options = dict(global_batch=24, precision="fp64", z_loss=1e-3, loss_chunk=5)
+    return Config(
+        mesh=mesh,
+        zero=zero,
+        model=ModelConfig(**(sizes | model)),
+        data=DataConfig(seq_len=T, pack=pack),
+        train=TrainConfig(**(options | train)),
+    )
+
+
+def program(cfg):
+    with wide_types():
+        devices = np.prod([int(part.split("=")[1]) for part in cfg.mesh.split(",")])
+        return build_program(cfg, jax.devices()[:devices])
+
+
+def batch(cfg):
+    return synthetic_batch(59, cfg.train.global_batch, T, cfg.data.pack)
+
+
+@cache
+def one_device(cfg):
+    return one_step(program(cfg), batch(cfg), update=False)
+
+
+def faults(cfg, update=False):
+    """What disagrees with one device, or could not be partitioned."""
+    with captured_stderr() as said:
+        found = one_step(program(cfg), batch(cfg), update)
+    warnings = [w.message for w in spmd_warnings(said.text)]
+    return compare(found, one_device(alone(cfg))).faults() + warnings
+
+
+FAST = {
+    "1f1b": ("pp=4,dp=2", dict(zero=1, microbatches=4)),
+    "gpipe": ("pp=2,dp=2,tp=2", dict(schedule="gpipe", microbatches=6, sequence_parallel=True)),
+    "interleaved": ("pp=2,dp=2,tp=2", dict(schedule="interleaved", zero=1, accumulation=2, microbatches=3)),
+    "zero-3": ("pp=2,dp=2,tp=2", dict(zero=3, accumulation=2, microbatches=2, remat="full", sequence_parallel=True)),
+}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_gradients_equal_one_device(name):
+    mesh, options = FAST[name]
+    assert faults(config(mesh, **options)) == []
+
+
+SLOW = {
+    "replica": ("replica=2,pp=2,dp=2", dict(zero=1, accumulation=2, microbatches=3)),
+    "one microbatch": ("pp=2,dp=2", dict(microbatches=1)),
+    "fewer than stages": ("pp=4,tp=2", dict(microbatches=3, schedule="gpipe")),
+    "one sequence each": ("pp=4,dp=2", dict(microbatches=12)),
+    "zero-2": ("pp=2,dp=4", dict(zero=2, microbatches=3)),
+    "zero-2 interleaved": ("pp=2,dp=2,tp=2", dict(zero=2, schedule="interleaved", virtual_stages=4, microbatches=4)),
+    "zero-3 gathered once": ("pp=2,dp=2,tp=2", dict(zero=3, pipeline_gather="step", microbatches=4)),
+    "zero-3 interleaved": ("pp=2,dp=4", dict(zero=3, schedule="interleaved", microbatches=6, remat="dots")),
+    "zero-3 interleaved once": ("pp=4,dp=2", dict(zero=3, virtual_stages=2, microbatches=4, pipeline_gather="step")),
+    "interleaved, odd": ("pp=4,dp=2", dict(schedule="interleaved", microbatches=6, accumulation=2)),
+    "heads alone": ("pp=4,tp=2", dict(microbatches=8, sequence_parallel=True)),
+    "kv heads whole": ("pp=2,tp=4", dict(microbatches=8)),
+    "names": ("pp=2,dp=2,tp=2", dict(microbatches=4, remat="names:residual,attention", zero=1)),
+    "offload": ("pp=2,dp=2,tp=2", dict(microbatches=4, remat="offload", zero=1)),
+    "gpt2": ("pp=2,dp=2,tp=2", dict(model=GPT2, pack=False, microbatches=4, zero=1)),
+    "gpt2 zero-3": ("pp=4,dp=2", dict(model=GPT2, zero=3, microbatches=4, schedule="interleaved")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_gradients_equal_one_device_with(name):
+    mesh, options = SLOW[name]
+    assert faults(config(mesh, **options)) == []
+
+
+def test_evaluation_equals_one_device_and_every_parameter_is_there_once():
+    plain = config("dp=1", accumulation=1)
+    mesh = config("pp=2,dp=2,tp=2", schedule="interleaved", microbatches=3, accumulation=2, zero=1)
+    losses, counts = [], []
+    for cfg in (plain, mesh):
+        prog = program(cfg)
+        with wide_types():
+            state = compile_quickly(prog.init.lower(), prog)()
+            args = state.params, prog.place(batch(cfg))
+            loss, targets = compile_quickly(prog.evaluate.lower(*args), prog)(*args)
+        losses.append((float(loss), int(targets)))
+        rows = jax.tree.leaves(prog.model.weights, is_leaf=lambda x: hasattr(x, "rows"))
+        whole = [a.size // a.shape[0] * row.rows for a, row in zip(jax.tree.leaves(state.params), rows, strict=True)]
+        counts.append((sum(whole), prog.model.arch.parameters))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert counts[0] == counts[1] == (counts[0][1],) * 2
+
+
+def test_a_wrong_layer_number_is_seen(monkeypatch):
+    """Interleaved layers are stored out of order; dropout must still go by their natural numbers."""
+    cfg = config("pp=2,dp=2", schedule="interleaved", microbatches=2)
+    expected = one_device(alone(cfg))
+    prog = program(cfg)
+    plain = replace(prog.recipe.model, dealt=(1, 1))
+    prog = replace(prog, recipe=replace(prog.recipe, model=plain))
+    assert any("gradient of blocks" in fault for fault in compare(one_step(prog, batch(cfg), False), expected).faults())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
+@pytest.mark.parametrize("options", [dict(zero=1), dict(zero=3, schedule="interleaved")])
+def test_sixteen_bits(precision, options):
+    """Loss and gradient norm of a step are those of one device up to rounding."""
+    cfg = config("pp=2,dp=2,tp=2", precision=precision, microbatches=4, **options)
+    metrics = []
+    for one in (cfg, replace(alone(cfg), train=replace(alone(cfg).train, precision=precision))):
+        prog = build_program(one, jax.devices()[: 8 if one is cfg else 1])
+        state = compile_quickly(prog.init.lower(), prog)()
+        args = state, prog.place(batch(cfg))
+        metrics.append(jax.device_get(compile_quickly(prog.step.lower(*args), prog)(*args)[1]))
+    found, expected = metrics
+    assert found["skipped"] == 0 and found["tokens"] == expected["tokens"]
+    assert found["loss_scale"] == expected["loss_scale"] == (65536 if precision == "fp16" else 1)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "mesh, options, words",
+    [
+        ("dp=2", dict(microbatches=4), ("train.microbatches is 4", "--train.accumulation 4", "pp=2")),
+        ("dp=2", dict(schedule="gpipe"), ("train.schedule is 'gpipe'", "--mesh pp=2")),
+        ("tp=2", dict(virtual_stages=2), ("train.virtual_stages is 2", "--mesh pp=2")),
+        ("pp=2", dict(virtual_stages=2, schedule="1f1b"), ("virtual_stages is 2", "1f1b", "interleaved")),
+        ("pp=2", dict(pipeline_gather="step"), ("pipeline_gather is 'step'", "--zero 0", "--zero 3")),
+        ("pp=4", dict(n_layers=6), ("6 layers on 4 stages", "4 or 8 layers", "3 stages")),
+        ("pp=2", dict(n_layers=6, virtual_stages=4), ("6 layers on 2 stages x 4 chunks", "8 layers")),
+        ("pp=2,dp=2", dict(microbatches=5), ("microbatches = 5", "12 sequences", "--train.microbatches 6", "batch 20")),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(mesh, options, words):
+    with pytest.raises(InputError) as caught:
+        program(config(mesh, **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "mesh, batch, expected", [("pp=2,dp=2", 24, 4), ("pp=4", 24, 8), ("pp=2", 5, 5), ("pp=2", 2, 2)]
+)
+def test_the_default_number_of_microbatches(mesh, batch, expected):
+    plan = program(config(mesh, global_batch=batch)).recipe.pipeline
+    assert plan.schedule.microbatches == expected and plan.schedule.name == "1f1b"
+
+
+def test_fewer_microbatches_than_stages_are_warned_of():
+    few = program(config("pp=4", microbatches=2)).recipe.pipeline
+    (line,), (warning,) = pipeline_notes(few)
+    bubble = f"{100 * schedule.bubble_fraction(few.schedule):.1f} %"
+    assert bubble in line and bubble in warning and "pp = 4" in warning
+    assert pipeline_notes(program(config("pp=2", microbatches=2)).recipe.pipeline)[1] == []
+    assert pipeline_notes(None) == ([], [])
+
+
+@pytest.mark.parametrize("S, V", [(2, 2), (2, 4), (4, 2), (4, 1)])
+def test_the_model_stores_layers_in_the_order_of_the_schedule(S, V):
+    prog = program(config(f"pp={S}", virtual_stages=V))
+    assert np.array_equal(prog.model.layer_order, schedule.layer_order(8, S, V).ravel())
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [("dp=4", {}), pytest.param("pp=2,tp=2", dict(virtual_stages=4), marks=pytest.mark.slow)],
+)
+def test_a_checkpoint_goes_on_with_another_pipeline(tmp_path, mesh, options):
+    """Parameters, masters and moments of an interleaved run keep their layers."""
+    meshes = [("pp=2,dp=2", dict(virtual_stages=2)), (mesh, options)]
+    natural = []
+    for step, (mesh, options) in enumerate(meshes, 1):
+        prog = build_program(config(mesh, precision="bf16", zero=1, **options), jax.devices()[:4])
+        saved = Checkpoints(tmp_path)
+        state, found = first_or_restored(prog, saved, "auto")
+        assert found == step - 1
+        names = jax.tree.structure(state).flatten_up_to(prog.logical_axes)
+        if step == 1:  # Moments begin as zeros: make every entry of everything different.
+            mark = lambda a: a + jax.numpy.arange(a.size, dtype=a.dtype).reshape(a.shape)
+            state = jax.device_put(jax.tree.map(mark, state), prog.shardings)
+        places = np.argsort(prog.model.layer_order)
+        order = lambda a, axes, places=places: np.take(a, places, axes.index("layers")) if "layers" in axes else a
+        leaves = [np.asarray(a, np.float64) for a in jax.tree.leaves(state)]
+        natural.append([order(a, axes) for a, axes in zip(leaves, names, strict=True)])
+        saved.save(step, state, run_facts(prog))
+        saved.wait()
+    assert len(natural[0]) > 40
+    assert all(np.array_equal(a, b) for a, b in zip(*natural, strict=True))
