@@ -209,7 +209,7 @@ def test_a_checkpoint_goes_on_with_another_pipeline(tmp_path, mesh, options):
         if step == 1:  # Moments begin as zeros: make every entry of everything different.
             mark = lambda a: a + jax.numpy.arange(a.size, dtype=a.dtype).reshape(a.shape)
             state = jax.device_put(jax.tree.map(mark, state), prog.shardings)
-        places = np.argsort(prog.model.layer_order)
+        places = prog.model.layer_places
         order = lambda a, axes, places=places: np.take(a, places, axes.index("layers")) if "layers" in axes else a
         leaves = [np.asarray(a, np.float64) for a in jax.tree.leaves(state)]
         natural.append([order(a, axes) for a, axes in zip(leaves, names, strict=True)])

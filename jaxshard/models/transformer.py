@@ -102,6 +102,11 @@ class Model:
         """[L] natural number of the layer at each place of the stack."""
         return dealt_order(self.arch.n_layers, self.dealt)
 
+    @property
+    def layer_places(self) -> np.ndarray:
+        """[L] place in the stack of every layer; `a[model.layer_places]` brings a stack into its natural order."""
+        return np.argsort(self.layer_order)
+
     def module(self, group: str, arrays: Any) -> Any:
         """Binds arrays to the module of a group: embedding, blocks (one layer of it) or head."""
         return nnx.merge(self.graphs[group], arrays)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import TokenInfo
@@ -202,8 +201,3 @@ def evaluate_pipelined(recipe: Recipe, params: Any, batch: dict[str, jax.Array])
     run = _pipeline(recipe, 0, jnp.ones((), dtype))
     weights = _weights(recipe, _Cut(layout, schedule.stages, schedule.chunks), params)
     return evaluate(run, weights, jnp.zeros((), dtype), parts)
-
-
-def layer_places(order: np.ndarray) -> np.ndarray:
-    """[L] place in storage of every layer, from the layer at every place."""
-    return np.argsort(order)
