@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.models.products import sum_groups
+
 
 @dataclass(frozen=True, eq=False)
 class LookupSpec:
@@ -77,7 +79,7 @@ def _backward(spec, saved, dy_BxTxD):
     add = lambda ids, dy: jnp.zeros((each, D), dtype).at[ids].add(dy, mode="drop")
     of_group = jax.vmap(jax.vmap(add, in_axes=(0, None)), in_axes=(1, 0))
     sums_GxPxRxD = spec.shard(of_group(ids_PxGxbxT, split(dy)), ("batch", "vocab", None, "embed"))
-    return sums_GxPxRxD.sum(0).reshape(V, D), None
+    return sum_groups(sums_GxPxRxD).reshape(V, D), None
 
 
 _lookup.defvjp(_forward, _backward)

@@ -53,3 +53,15 @@ def whole_gradient(shard: Callable[..., jax.Array], axes: tuple[str, ...], y: ja
 
 
 whole_gradient.defvjp(lambda shard, axes, y: (y, None), lambda shard, axes, _, dy: (shard(dy, axes),))
+
+
+def sum_groups(x_Gx: jax.Array) -> jax.Array:
+    """Sums over the leading dim of data groups.
+
+    Written as a product: of a product's partial sums a compiler scatters those over `data` and reduces only the parts
+    over `replica`; of a plain sum over both axes it reduces the whole.
+    """
+    if x_Gx.shape[0] == 1:
+        return x_Gx[0]
+    ones = jnp.ones(x_Gx.shape[:1], x_Gx.dtype)
+    return jnp.tensordot(ones, x_Gx, 1, precision=jax.lax.Precision.HIGHEST)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import Context, TokenInfo
+from jaxshard.models.products import sum_groups
 from jaxshard.models.transformer import slotted
 from jaxshard.parallel.layout import Layout, group_spec
 from jaxshard.training.loss import IGNORED, cross_entropy
@@ -78,7 +79,7 @@ def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: ja
         grads, entropy = _whole(recipe, params, batch, sequences, step, weight)
     if layout.deferred:
         # The one reduction of the step, over the data groups.
-        grads = jax.tree.map(lambda g: g.sum(0), grads)
+        grads = jax.tree.map(sum_groups, grads)
     return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.models.products import sum_groups
+
 IGNORED = -1
 """Target of a position that has no loss."""
 
@@ -93,7 +95,7 @@ def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
         (objective, entropy, dw), dx = jax.lax.scan(body, (zero, zero, dw0), (cut(x_padded), cut(targets_padded)))
         if with_gradients:
             dx = jnp.moveaxis(jnp.asarray(dx), 0, 1).reshape(B, count * chunk, -1)[:, :T]
-    return (objective, entropy), ((dx, dw.sum(0)) if with_gradients else None)
+    return (objective, entropy), ((dx, sum_groups(dw)) if with_gradients else None)
 
 
 def _by_group(spec: LossSpec, dw_GxVxD: jax.Array) -> jax.Array:
