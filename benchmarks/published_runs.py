@@ -1,0 +1,97 @@
+"""Published training runs, and what the analytic time model says of them (used by planner_accuracy.py --published)."""
+
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+
+from jaxshard.config import ModelConfig
+from jaxshard.insight.arithmetic import flops_per_token, mfu
+from jaxshard.insight.cost import Parallelism, StepTime, step_time
+from jaxshard.insight.efficiency import XLA, Constants
+from jaxshard.insight.hardware import parse_target
+from jaxshard.insight.kernels import machine
+from jaxshard.models.presets import Architecture, architecture
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run: what is known of it, and what had to be assumed."""
+
+    name: str
+    model: str | Architecture
+    target: str
+    layout: Parallelism
+    seq_len: int
+    tokens_per_second: float
+    """Per device."""
+    source: str
+    assumed: str
+    half_remat: bool = False
+    """Half of the matmuls run again: taken as the mean of the times with remat dots and full."""
+    part: dict[str, float] = field(default_factory=dict)
+    """Figures of the part used, where they differ from the target's."""
+
+    def seconds(self, constants: Constants | None) -> StepTime:
+        arch = self.model if isinstance(self.model, Architecture) else architecture(ModelConfig(preset=self.model))
+        hw = replace(machine(parse_target(self.target)), **self.part)
+        remats = ("dots", "full") if self.half_remat else (self.layout.remat,)
+        runs = [replace(self.layout, remat=remat) for remat in remats]
+        steps = [step_time(arch, run, hw, self.seq_len, XLA, constants) for run in runs]
+        mean = lambda name: float(np.mean([getattr(step, name) for step in steps]))
+        return StepTime(*(mean(f.name) for f in fields(StepTime)))
+
+
+_TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+_PART = {"bandwidth": 2.4e12, "flops": 835e12}
+"""96 GB HBM2e at 2.4 TB/s and 500 W; the source puts its peak between the SXM part's and the NVL part's 835 TFLOP/s."""
+_TITAN_ASSUMED = "selective remat: half of the matmuls run again; peak of the NVL part"
+_MAXTEXT = "AI-Hypercomputer/maxtext, README and benchmarks/maxtext_trillium_model_configs.py"
+_V5P = "AI-Hypercomputer/maxtext, configs/v5p/README.md and 32b.sh"
+_32B = Architecture("llama", 32000, 8192, 32, 64, 64, 28672, 2048, False, 128)
+
+
+def _titan(devices: int, rate: float) -> Published:
+    layout = Parallelism(data=devices, zero=3, sequences=2)
+    name = f"torchtitan Llama3.1-8B, {devices} H100, torch.compile"
+    args = (name, "llama3.1-8b", f"h100:{devices}", layout, 8192, rate, _TITAN, _TITAN_ASSUMED)
+    return Published(*args, half_remat=True, part=_PART)
+
+
+def _maxtext(name: str, model: str, batch: int, seq_len: int, rate: float, assumed: str) -> Published:
+    layout = Parallelism(data=256, zero=3, sequences=batch, remat="full")
+    return Published(name, model, "v6e:16x16", layout, seq_len, rate, _MAXTEXT, assumed)
+
+
+PUBLISHED = (
+    _titan(8, 6667),
+    _titan(128, 6514),
+    _maxtext(
+        "MaxText Llama3.1-8B, 256 v6e", "llama3.1-8b", 4, 8192, 7207, "q, k, v, out kept on the host: as full remat"
+    ),
+    _maxtext("MaxText Llama2-70B, 256 v6e", "llama2-70b", 2, 4096, 900, "q, k, v kept on the host: as full remat"),
+    Published(
+        "MaxText 32B, 64 v5p",
+        _32B,
+        "v5p:4x4x4",
+        Parallelism(data=16, model=4, zero=3, sequences=28, remat="dots"),
+        2048,
+        328e12 / flops_per_token(_32B, 2048, causal=False),
+        _V5P,
+        "remat minimal as dots; 328 TFLOP/s count full attention",
+    ),
+)
+"""Runs of the survey whose settings are known (Megatron-LM's 41 to 48 % on H100 is a range without them)."""
+
+
+def published(constants: Constants | None = None) -> str:
+    """Markdown: predicted and published tokens per second and device."""
+    lines = ["| run | published tokens/s | predicted | error % | MFU causal, full % | assumed |", "|---" * 6 + "|"]
+    for run in PUBLISHED:
+        arch = run.model if isinstance(run.model, Architecture) else architecture(ModelConfig(preset=run.model))
+        rate = run.layout.global_batch * run.seq_len / run.seconds(constants).total / run.layout.devices
+        error = 100 * (rate / run.tokens_per_second - 1)
+        peak = parse_target(run.target).chip.bf16_flops
+        causal, full = (100 * mfu(arch, run.seq_len, rate, peak, causal) for causal in (True, False))
+        figures = f"{run.tokens_per_second:,.0f} | {rate:,.0f} | {error:+.0f} | {causal:.0f}, {full:.0f}"
+        lines.append(f"| {run.name} | {figures} | {run.assumed} |")
+    return "\n".join(lines)

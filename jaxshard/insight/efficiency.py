@@ -1,0 +1,173 @@
+"""What hardware and software reach of the datasheet: the constants of the time model, and kernel lists as data.
+
+All figures are global: none belongs to a model, a layout or a measured row. `benchmarks/planner_accuracy.py --fit`
+fits those marked "fitted" again; docs/time-model.md says on what, and what error remains.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of datasheet figures that real kernels reach, and the time that software adds."""
+
+    misaligned: float = 0.332
+    """Share of the chip's best matmul (`MATRIX_UNITS`) that a matmul reaches when its rows do not start at multiples of
+    16 bytes (a vocabulary that is not padded): tensor cores then load number by number. Fitted."""
+    memory: float = 0.593
+    """Share of the memory bandwidth that element-wise kernels and the optimizer reach. Fitted."""
+    dispatch: float = 69.8e-6
+    """Seconds that the host needs to launch one kernel of an eager framework (Python and autograd). Fitted."""
+    kernel_gap: float = 8.2e-6
+    """Seconds added to every kernel of an eager framework: start, tail and the wait for the next. Fitted."""
+    rendezvous: float = 201e-6
+    """Seconds that a collective of an eager framework takes besides moving bytes: its launch, two stream waits and the
+    meeting of all members. Fitted."""
+    host_skew: float = 36.5e-6
+    """Seconds that each further member adds to a launch-bound collective, which waits for the slowest host. Fitted."""
+    slow_links: float = 0.9
+    """Share of the bandwidth between hosts that collectives reach (InfiniBand: 92 % in perftest, 85 to 92 % in
+    published nccl-tests)."""
+    fast_links: float = 0.78
+    """The same inside a host or slice. Bus bandwidth of large all-reduces on 8 A100: 235 of 300 GB/s
+    (NVIDIA/nccl-tests, doc/PERFORMANCE.md and published runs)."""
+    flash: float = 0.55
+    """Share of the peak of fused attention, forward and backward (FlashAttention-2, Dao 2023, figure 4: 50 to 73 % on
+    A100; FlashAttention-3, Shah et al. 2024: up to 75 % on H100). On TPU a head narrower than the matrix unit fills a
+    part of it."""
+    borrowed: float = 0.15
+    """Share of a GPU that collectives hold while they run beside computation (NCCL: up to 16 to 24 thread blocks, one
+    multiprocessor each, of 132 on H100). TPUs move data with engines of their own."""
+    hop: float = 5e-6
+    """Seconds of one step of a ring or tree (NCCL, Simple protocol, tuning tables: 4 to 15 us)."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Element-wise kernels of one block: a number each, the bytes read and written per element, in 16-bit types."""
+
+    wide: tuple[float, ...]
+    """Over the residual stream [tokens, D]: norms, biases, dropout, residual sums."""
+    hidden: tuple[float, ...]
+    """Over the hidden layer of the MLP [tokens, F / model]; half as much again with a gate."""
+    heads: tuple[float, ...]
+    """Over the attention's values [tokens, H Dh / model]: layout changes, rotary positions, biases."""
+    scores: tuple[float, ...]
+    """Over the attention scores [b, H / model, T, T], when attention is not fused."""
+
+    @property
+    def count(self) -> int:
+        return len(self.wide) + len(self.hidden) + len(self.heads)
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a framework runs the same mathematics."""
+
+    name: str
+    attention: Literal["unfused", "flash"]
+    forward: Kernels
+    backward: Kernels
+    eager: bool
+    """The host launches kernel by kernel; otherwise the compiled program runs without it."""
+    kernel_gap: float | None = None
+    """Seconds added to every kernel; None takes the fitted constant."""
+    rendezvous: float | None = None
+    """Seconds a collective takes besides moving bytes; None takes the fitted constant."""
+    overlap: float = 0.0
+    """Share of the window (the backward pass; for gathers also the forward pass) in which data-parallel collectives can
+    hide. 0: they start when the pass is over."""
+    logit_bytes: float = 12.0
+    """Bytes read and written per logit by the loss, forward and backward, beyond the matmuls' own."""
+    accumulation_bytes: float = 10.0
+    """Bytes per parameter to add one microbatch's gradient to the sum."""
+    optimizer_bytes: float = 30.0
+    """Bytes per parameter of one update: gradient, two moments and master read and written, parameter written."""
+    gradient_width: int = 4
+    """Bytes per number of a gradient when it is reduced."""
+    embedding: tuple[float, ...] = (8, 8)
+    """Kernels over [tokens, D] of the embedding, forward and backward, as in `Kernels`."""
+    recomputed_reductions: int = 1
+    """Model-axis reductions that recomputing a block repeats, of its two."""
+    pipeline_recomputes: bool = True
+    """The backward half of a pipeline tick recomputes its stage from the saved input, whatever the remat policy."""
+    head_on_all_stages: bool = True
+    """Embedding and head are split over the stages too; otherwise they lie on the first and the last."""
+    sends_split: bool = False
+    """A send between stages is split over the model axis."""
+    pads_matmuls: bool = True
+    """Odd sizes are padded to what the matrix units want."""
+
+
+XLA = Software(
+    name="XLA",
+    attention="flash",
+    # Norm with the residual sum: reads stream and branch, writes both. Backward: reads gradient, input and the gradient
+    # that passes by, writes one; and the reduction for the scale.
+    forward=Kernels(wide=(8, 8), hidden=(4,), heads=(8,), scores=(8, 6)),
+    backward=Kernels(wide=(8, 8, 4, 4), hidden=(7,), heads=(8,), scores=(12, 8)),
+    eager=False,
+    kernel_gap=2e-6,
+    rendezvous=15e-6,
+    overlap=0.7,
+)
+"""What jaxshard compiles to. Gap: back-to-back kernels of a CUDA graph start 1 to 3 us apart (NVIDIA, Getting Started
+with CUDA Graphs); rendezvous: the smallest NCCL collectives take 10 to 20 us (nccl-tests)."""
+
+XLA_UNFUSED = Software(**{**vars(XLA), "name": "XLA, attention not fused", "attention": "unfused"})
+"""The same where no fused attention kernel exists."""
+
+MEGATRON_DEEPSPEED = Software(
+    name="Megatron-DeepSpeed",
+    attention="unfused",
+    # Norm; bias + dropout + residual (with its mask); GELU with bias; layout of the context; softmax, dropout.
+    forward=Kernels(wide=(4, 4, 7, 7), hidden=(4,), heads=(4,), scores=(4, 5)),
+    # Norm and its two parameter sums; dropout, bias sum, residual sum; GELU and bias sum; layouts of q, k, v, context.
+    backward=Kernels(wide=(6, 6, 2, 2, 5, 5, 2, 2, 6, 6), hidden=(6, 2), heads=(4, 12, 6), scores=(6, 5)),
+    eager=True,
+    logit_bytes=40.0,
+    accumulation_bytes=6.0,
+    optimizer_bytes=26.0,
+    gradient_width=2,
+    embedding=(7, 4, 5, 5, 4),
+    recomputed_reductions=2,
+    pipeline_recomputes=False,
+    head_on_all_stages=False,
+    sends_split=True,
+    pads_matmuls=False,
+)
+"""The framework of the measured rows: PyTorch, one kernel after another, fp16, gradients reduced when the backward pass
+is over. Traffic counted from its operators (Megatron-LM, model/transformer.py: masked softmax, dropout, bias-GELU and
+bias-dropout-add are one kernel each; attention scores go through memory)."""
+
+
+@dataclass(frozen=True)
+class MatrixUnits:
+    """What computes matmuls in a chip."""
+
+    units: int
+    """Units that each compute one tile of the result at a time."""
+    tile: int
+    """Side of such a tile."""
+    best: float
+    """Share of the datasheet's 16-bit peak that the best matmul found reaches (clocks fall under load)."""
+    systolic: bool = False
+    """TPU: an inner dimension shorter than the tile leaves a part of the unit idle."""
+
+
+MATRIX_UNITS: dict[str, MatrixUnits] = {
+    "a100": MatrixUnits(108, 128, 0.869),
+    "h100": MatrixUnits(132, 128, 0.803),
+    "h200": MatrixUnits(132, 128, 0.803),
+    "b200": MatrixUnits(148, 128, 0.776),
+    "v4": MatrixUnits(8, 128, 0.95, True),
+    "v5e": MatrixUnits(4, 128, 0.95, True),
+    "v5p": MatrixUnits(8, 128, 0.95, True),
+    "v6e": MatrixUnits(2, 256, 0.75, True),
+}
+"""GPUs: streaming multiprocessors (openxla/xla, target_config/specs), cuBLAS's usual 128 x 128 tile, and the best of
+many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": A100 271.2, H100
+and H200 794.5, B200 1,745 TFLOP/s). TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/
+scaling-book, part 2). No such table is known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e
+suggest (docs/time-model.md), and v4 and v5e are taken to be like v5p."""
