@@ -30,24 +30,25 @@ from jaxshard.models.layers import Context, TokenInfo
 from jaxshard.models.transformer import is_slotted, slotted
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.program import Program, build_program
+from jaxshard.training.start import run_facts
 from jaxshard.training.state import TrainState
 
 GREEDY = Sampling(greedy=True)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
-LLAMA = dict(family="llama", vocab_size=70, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, max_seq_len=64)
+LLAMA = dict(family="llama", vocab_size=70, d_model=16, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=24, max_seq_len=64)
 GPT2 = LLAMA | dict(family="gpt2", n_kv_heads=4)
 GPT2_TIED = GPT2 | dict(tie_embeddings=True, max_seq_len=32)
 
 
 @functools.cache
-def program(mesh: str = "dp=1", zero: int = 0, sequence_parallel: bool = False, **model) -> Program:
+def program(mesh: str = "dp=1", zero: int = 0, sequence_parallel=False, virtual_stages=None, **model) -> Program:
     """A program on part of the faked devices."""
     config = Config(
         mesh=mesh,
         zero=zero,
         model=ModelConfig(**LLAMA | model),
         data=DataConfig(seq_len=32),
-        train=TrainConfig(global_batch=8, sequence_parallel=sequence_parallel),
+        train=TrainConfig(global_batch=8, sequence_parallel=sequence_parallel, virtual_stages=virtual_stages),
     )
     devices = np.prod([int(size) for size in re.findall(r"\d+", mesh)])
     return build_program(config, jax.devices()[:devices])
@@ -61,15 +62,15 @@ def drawn(program: Program):
     def draw(row):
         a = rng.normal(row.init[0] == "ones", scale[row.role], row.shape)
         a[row.rows :] = 50 if row.axes[0] == "vocab" else 0
-        return a.astype(np.float32)
+        return (a[program.model.layer_order] if row.axes[0] == "layers" else a).astype(np.float32)
 
     return jax.tree.map(draw, program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
 
 
 @functools.cache
-def setting(mesh: str = "dp=1", zero: int = 0, sequence_parallel: bool = False, **model) -> tuple[Generator, dict]:
-    """A generator, and parameters in their training layout."""
-    found = program(mesh, zero, sequence_parallel, **model)
+def setting(*layout, **more) -> tuple[Generator, dict]:
+    """A generator, and parameters in their training layout and order."""
+    found = program(*layout, **more)
     return generator(found), jax.device_put(drawn(found), found.layout.parameters)
 
 
@@ -83,7 +84,7 @@ def whole_model(program: Program):
     def run(tokens):
         info = TokenInfo(jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])
         x = model.embed(params["embedding"], tokens, info, ctx)
-        x = model.run_blocks(slotted(params["blocks"]), x, info, jnp.arange(2), ctx, lift, lambda body: body)
+        x = model.run_blocks(slotted(params["blocks"]), x, info, jnp.arange(4), ctx, lift, lambda body: body)
         out = params["embedding"]["tokens"] if model.arch.tie_embeddings else params["head"]["out"]
         return model.final_norm(params["head"], x, ctx) @ out[: model.arch.vocab_size].T
 
@@ -159,7 +160,7 @@ def test_a_prompt_read_in_parts_gives_the_same_cache(monkeypatch):
         dict(mesh="tp=4"),
         dict(mesh="dp=2,tp=2", zero=3, sequence_parallel=True),
         dict(mesh="replica=2,dp=2", zero=2),
-        dict(mesh="pp=2,dp=2,tp=2", zero=3),
+        dict(mesh="pp=2,dp=2,tp=2", zero=3, virtual_stages=2),
     ],
     ids=lambda layout: f"{layout['mesh']} zero {layout.get('zero', 0)}",
 )
@@ -187,8 +188,8 @@ def test_text_under_bf16_follows_the_types_of_training():
 def test_cache_lies_on_data_and_model_axes():
     write, params = setting("dp=2,tp=2", 3, True)
     cache = write.prefill(64, params, np.ones((4, 4), np.int32), np.zeros(4, np.int32))
-    assert cache.keys.shape == (2, 4, 64, 2, 4)
-    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 2, 64, 1, 4)
+    assert cache.keys.shape == (4, 4, 64, 2, 4)
+    assert cache.keys.sharding.shard_shape(cache.keys.shape) == (4, 2, 64, 1, 4)
 
 
 def test_a_pipeline_mesh_takes_one_layer_at_a_time():
@@ -388,25 +389,31 @@ def test_sample_of_the_training_loop_is_cut_to_what_fits():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run's folder with one checkpoint, step 7."""
+    """A run's folder with one checkpoint, step 7, of an interleaved pipeline, which stores its layers shuffled."""
     path = tmp_path_factory.mktemp("run")
-    found = program("dp=2,tp=2", 3, vocab_size=257)
+    found = program("pp=2,dp=2", 1, virtual_stages=2, vocab_size=257)
+    assert found.model.layer_order.tolist() == [0, 2, 1, 3]
     params = jax.device_put(drawn(found), found.layout.parameters)
     with Checkpoints(path / "checkpoints") as saved:
-        saved.save(7, TrainState(None, params, None, None, None, None, None), {})
+        saved.save(7, TrainState(None, params, None, None, None, None, None), run_facts(found))
     (path / "config.yaml").write_text(config_to_yaml(replace(found.config, output=str(path))))
     return path
 
 
 def test_command_writes_the_same_on_another_mesh(folder, capsys):
     results = []
-    for mesh in ("dp=2,tp=2", "tp=4"):
+    for mesh in ("pp=2,dp=2", "tp=4"):
         options = ["--prompt", "def ", "--max_new_tokens", "6", "--greedy", "--samples", "2", "--mesh", mesh]
         assert run(["generate", "--output", str(folder), "--json", *options]) == 0
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] == results[1]
     assert results[0]["step"] == 7 and results[0]["prompt"] == "def "
     assert [sample["tokens"] for sample in results[0]["samples"]] == [6, 6]
+    write, params = setting(vocab_size=257)
+    ids = prompt_ids(ByteTokenizer(), "def ")
+    assert results[0]["samples"][0]["text"] == continuation(
+        ByteTokenizer(), ids, write(params, [ids, ids], 6, GREEDY, eod=256)[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import Context, TokenInfo
@@ -58,6 +59,8 @@ def read(
     mask_BxTxU = (slots <= at_T[:, None]) & (slots >= cache.padding[:, None, None])
     x = model.embed(layout.lift("embedding", slotted(params["embedding"])), tokens_BxT, info, ctx)
 
+    places_L = jnp.asarray(np.argsort(model.layer_order), jnp.int32)  # A pipeline may store its layers shuffled.
+
     def body(layer, carry):
         x, keys, values = carry
 
@@ -66,7 +69,7 @@ def read(
             own = [jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False) for a in memory]
             return *own, mask_BxTxU, memory
 
-        arrays = layout.lift("blocks", slotted(_one_layer(layout, params["blocks"], layer)))
+        arrays = layout.lift("blocks", slotted(_one_layer(layout, params["blocks"], places_L[layer])))
         x, memory = model.module("blocks", arrays).recalling(x, info, recall, ctx)
         return x, *memory
 
@@ -80,10 +83,10 @@ def _write(a_LxBxUxKxE: jax.Array, new_BxTxKxE: jax.Array, layer: jax.Array, at:
     return _place(jax.lax.dynamic_update_slice(a_LxBxUxKxE, new_BxTxKxE[None].astype(a_LxBxUxKxE.dtype), start), ctx)
 
 
-def _one_layer(layout: Layout, blocks: Any, layer: jax.Array) -> Any:
-    """Takes one layer out of the stack, wherever its stage is."""
+def _one_layer(layout: Layout, blocks: Any, place: jax.Array) -> Any:
+    """Takes the layer at a place of the stack, on whichever stage that is."""
     if layout.shape.stage == 1:
-        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), blocks)
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, place, 0, keepdims=False), blocks)
 
     def pick(a, specs):
         # Indexing a sharded dim would gather the whole stack. Every stage offers one of its own layers instead, and
@@ -92,8 +95,8 @@ def _one_layer(layout: Layout, blocks: Any, layer: jax.Array) -> Any:
         each = a.shape[0] // stages
         split = layout.sharding(PartitionSpec("stage", None, *specs.parameters[1:]))
         stacks = jax.lax.with_sharding_constraint(a.reshape(stages, each, *a.shape[1:]), split)
-        offers = jax.lax.dynamic_index_in_dim(stacks, layer % each, 1, keepdims=False)
-        right = (jnp.arange(stages) == layer // each).reshape(stages, *[1] * (offers.ndim - 1))
+        offers = jax.lax.dynamic_index_in_dim(stacks, place % each, 1, keepdims=False)
+        right = (jnp.arange(stages) == place // each).reshape(stages, *[1] * (offers.ndim - 1))
         return jnp.where(right, offers, 0).sum(0, dtype=a.dtype)
 
     return jax.tree.map(pick, blocks, layout.specs["blocks"])

@@ -194,7 +194,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 def generator(program: Program) -> Generator:
     """The generator of a run's program."""
     layout = replace(program.layout, deferred=False)
-    return Generator(program.model, layout, replace(program.recipe.context.without_dropout(), shard=layout.shard))
+    plain = program.recipe.context.without_dropout()
+    return Generator(program.model, layout, replace(plain, shard=layout.shard, groups=layout.groups, vmapped=False))
 
 
 def sample_text(
@@ -268,7 +269,8 @@ def run(
 
 
 def _for_generation(config: Config, devices: int) -> Config:
-    """The configuration without what only training needs to divide: its batch, and the sequence's split."""
+    """The configuration without what only training needs: its batch, its schedule, and optimizer state on the host."""
     ways = resolve_mesh(config.mesh, devices).batch_ways
-    train = replace(config.train, global_batch=ways, accumulation=1, sequence_parallel=False)
-    return replace(config, train=train)
+    unused = dict.fromkeys(("microbatches", "schedule", "virtual_stages", "pipeline_gather", "offload_mode"))
+    changes = dict(global_batch=ways, accumulation=1, sequence_parallel=False, offload="none", **unused)
+    return replace(config, train=replace(config.train, **changes))
