@@ -21,7 +21,7 @@ from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError, nearest
-from jaxshard.options import instantiate, make_parser, options_of, parse_arguments
+from jaxshard.options import Given, given_options, instantiate, make_parser, options_of, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Invocation:
     common: CommonOptions
     options: Any
     config: Config
+    given: Given
+    """Options of the configuration, and --config, that stood on the line."""
 
 
 def main() -> NoReturn:
@@ -110,7 +112,8 @@ def execute(invocation: Invocation) -> int:
     # Whatever else prints while a command makes JSON must not end up within it.
     with contextlib.redirect_stdout(sys.stderr) if invocation.common.json else contextlib.nullcontext():
         function = getattr(importlib.import_module(module), name)
-        result = function(invocation.config, console=console, **vars(invocation.options))
+        extra = {"given": invocation.given} if invocation.command.wants_given else {}
+        result = function(invocation.config, console=console, **vars(invocation.options), **extra)
     code = result if isinstance(result, int) else 0
     if isinstance(result, dict):
         code = result.get("exit_code", 0)
@@ -165,7 +168,8 @@ def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
     )
     values = parse_arguments(parser, options, argv)
     own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
-    return Invocation(command, common, own, config)
+    given = given_options(argv, ["config", *(option.name for option in config_options)])
+    return Invocation(command, common, own, config, given)
 
 
 def _refuse_others_options(command: Command, argv: list[str], names: set[str]) -> None:

@@ -105,6 +105,33 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """Options of plan"""
+
+    target: str = "local"
+    """Hardware to plan for: h100:64, a100:8, h200:8, b200:72, v4:4x4x4, v5e:4x4, v5p:4x4x8, v6e:16x16, cpu:8, or local:
+    the devices that are present."""
+    best: bool = False
+    """Print nothing but the command of the best plan."""
+    network: str | None = None
+    """Network between hosts where it is not the target's usual one: gbps=25 is 25 Gbit/s that each device can send."""
+    memory_limit: float | None = None
+    """GiB that a plan may use on a device; by default what the device has, less a margin for the estimate's error."""
+    fewest: bool = False
+    """Look for the smallest number of devices, up to the target's, on which a plan fits."""
+    confirm: int = 3
+    """Plans that the target's compiler is asked about, where it is installed; 0 keeps to estimates."""
+
+    def __post_init__(self):
+        for name, ok, must in (
+            ("memory_limit", self.memory_limit is None or 0 < self.memory_limit < float("inf"), "positive (GiB)"),
+            ("confirm", self.confirm >= 0, "0 or a positive whole number"),
+        ):
+            if not ok:
+                raise InputError(f"{name} is {getattr(self, name)!r}: it must be {must}")
+
+
+@dataclass(frozen=True)
 class Command:
     """One row: the name, one line of help, the function to import, its options, and whether it needs a run."""
 
@@ -113,6 +140,8 @@ class Command:
     function: str
     options: Any = NoOptions()
     saved_run: Callable[[Any], SavedRun] = lambda options: "no"
+    wants_given: bool = False
+    """The function also takes `given`: the options of the configuration that stood on the command line."""
 
 
 COMMANDS = (
@@ -143,6 +172,13 @@ COMMANDS = (
         "jaxshard.insight.inspect:run",
         InspectOptions(),
         lambda options: options.saved_run,
+    ),
+    Command(
+        "plan",
+        "Find the best layout for a model on a target, with its memory, time and reasons; needs no devices.",
+        "jaxshard.insight.planner:run",
+        PlanOptions(),
+        wants_given=True,
     ),
     Command(
         "check",

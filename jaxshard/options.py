@@ -67,6 +67,33 @@ def options_of(instance: Any, prefix: str = "") -> list[Option]:
     return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What stood on a command line, for commands that must tell a choice from a default."""
+
+    options: dict[str, str | None]
+    """Name -> text as written, None where there was none; the options of the configuration and --config."""
+
+
+def given_options(argv: Iterable[str], names: Iterable[str]) -> Given:
+    """Collects those of the named options that stand on a command line.
+
+    Args:
+        argv: arguments after the command.
+        names: of the options that count.
+    """
+    found: dict[str, str | None] = {}
+    last = None
+    for token in _normal(list(argv)):
+        if token.startswith("--"):
+            last, equals, value = token[2:].partition("=")
+            found[last] = value if equals else None
+        elif last is not None:
+            found[last], last = token, None
+    names = set(names)
+    return Given({name: text for name, text in found.items() if name in names})
+
+
 def make_parser(options: list[Option], **texts: Any) -> jsonargparse.ArgumentParser:
     """Returns a parser of these options that raises ArgumentError; `texts`: prog, usage, description, epilog."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **texts)

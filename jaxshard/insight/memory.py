@@ -139,7 +139,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
         "loss": (sums, stacks + 3 * local.stream * local.width, logits, head_gradient + table),
         "backward": (
             sums + producing,
-            stacks + working_set(config, arch, local),
+            stacks + working_set(arch, local, platform),
             0,
             head_gradient + weights + unreduced,
         ),
@@ -273,16 +273,16 @@ def _everything(arch: Architecture, local: Local) -> float:
     return norms + stream + values + attention + 6 * w * local.hidden
 
 
-def working_set(config: Config, arch: Architecture, local: Local) -> float:
+def working_set(arch: Architecture, local: Local, platform: Platform) -> float:
     """Bytes of the activations of one block while its backward pass runs.
 
-    At the MLP: the hidden layer and its gradients, four arrays with a gate, two of which remat none has saved. At
-    attention that is not fused: scores, weights and their gradients, four arrays.
+    At the MLP: the hidden layer and its gradients, four arrays with a gate. At attention that is not fused: scores,
+    weights and their gradients; TPUs keep one array in fp32 and one in the compute type, GPUs two of each.
     """
     w, g = local.width, local.wide_width
     streams = 3 * w * local.wide
     mlp = (4 if arch.family == "llama" else 3) * w * local.hidden + streams
-    scores = 4 * g * local.scores + streams
+    scores = (1 if platform == "tpu" else 2) * (g + w) * local.scores + streams
     return max(mlp, scores) + w * local.mask
 
 

@@ -1,0 +1,166 @@
+"""Why a plan: what the model and the hardware ask for, and what the neighbouring layouts would cost, in words."""
+
+from collections.abc import Callable, Iterator
+
+from jaxshard.insight.memory import gib
+from jaxshard.insight.ranking import Scored, Search
+from jaxshard.insight.search import REMATS, Candidate
+from jaxshard.parallel.mesh import MeshShape
+
+PARTS = {
+    "matmul": "matmuls",
+    "attention": "attention",
+    "elementwise": "memory-bound kernels",
+    "model_comm": "collectives over tp",
+    "data_comm": "collectives over dp that nothing hides",
+    "sends": "sends between stages",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer's update",
+    "offload": "transfers to host memory",
+}
+"""Field of `StepTime` -> its name in a sentence."""
+
+Matches = Callable[[Candidate], bool]
+
+
+def reasons(search: Search, plan: Scored) -> list[str]:
+    """Sentences: the situation, the choice, where the time goes, and the neighbours."""
+    return [
+        *situation(search, plan),
+        *choice(search, plan.candidate),
+        *time_of(search, plan),
+        *neighbours(search, plan),
+    ]
+
+
+def situation(search: Search, plan: Scored) -> Iterator[str]:
+    """What the model needs and what the hardware has."""
+    whole, limit, target = search.whole_state, search.limit, search.target
+    device = f"a device's {gib(limit)}" if limit < float("inf") else "a device"
+    if whole <= limit:
+        yield f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) fits into {device}."
+    else:
+        yield (
+            f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) is more than "
+            f"{device}, so it has to be split or moved to host memory."
+        )
+    layer = search.layer_state
+    if layer > limit:
+        yield (
+            f"One layer with its state takes {gib(layer)}, more than a device has: a pipeline cannot split a layer, "
+            "only tensor parallelism and ZeRO can."
+        )
+    of = f" of {gib(limit)}" if limit < float("inf") else ""
+    yield f"At the peak a device holds {gib(plan.memory.total)}{of}: {_largest(plan)}."
+    if target.hosts > 1 and target.chip.platform == "gpu":
+        net, link = target.chip.network.bandwidth / 1e9, target.chip.link.bandwidth / 1e9
+        yield (
+            f"{target.hosts} hosts: a device sends {net:.3g} GB/s between hosts and {link:.3g} GB/s inside one "
+            f"({'a slow' if net < 0.05 * link else 'a fast'} network)."
+        )
+
+
+def _largest(plan: Scored) -> str:
+    return ", ".join(f"{name} {gib(size)}" for name, size in plan.memory.largest(3) if size)
+
+
+def choice(search: Search, c: Candidate) -> Iterator[str]:
+    """What the layout does about it."""
+    s = c.shape
+    if c.offload != "none":
+        yield "Masters and moments lie in host memory (ZeRO-Offload); without that no layout of these devices fits."
+    if s.devices == 1:
+        yield (
+            "One device: nothing is split." if c.offload == "none" else "One device computes; the host holds the rest."
+        )
+    if s.data * s.replica > 1:
+        yield {
+            0: f"{_ways(s)} hold copies of the parameters and all-reduce gradients (DDP).",
+            1: f"{_ways(s)} share the optimizer's state (ZeRO-1): the traffic of DDP, less memory.",
+            2: f"{_ways(s)} share optimizer state and gradients (ZeRO-2), which are reduced as they are produced.",
+            3: f"{_ways(s)} share parameters too (ZeRO-3): each layer is gathered for use, forward and backward.",
+        }[c.zero]
+    if s.model > 1:
+        inside = "within a host" if search.target.chip.platform == "gpu" else "within the slice"
+        inside = inside if s.model <= search.target.devices_per_host or inside != "within a host" else "across hosts"
+        yield f"tp={s.model} splits every layer {inside}, where two reductions a layer and direction are cheap."
+    if s.stage > 1:
+        chunks = f", {c.virtual_stages} chunks each" if c.virtual_stages else ""
+        yield (
+            f"pp={s.stage} cuts the layers into stages{chunks}; only activations travel between them, and "
+            f"{c.microbatches} microbatches keep them busy."
+        )
+    if s.replica > 1:
+        yield (
+            f"replica={s.replica} keeps the shards' collectives off the slowest network; gradients are all-reduced "
+            "over it."
+        )
+    if c.remat != "none":
+        yield {
+            "full": "Blocks are recomputed in the backward pass (remat full): their activations would not fit.",
+            "dots": "Matmul outputs are kept, the rest is recomputed (remat dots).",
+            "offload": "Matmul outputs wait in host memory (remat offload).",
+        }.get(c.remat, f"Activations as pinned: remat {c.remat}.")
+
+
+def _ways(s: MeshShape) -> str:
+    return f"{s.data * s.replica} groups" if s.stage * s.model > 1 else f"{s.data * s.replica} devices"
+
+
+def time_of(search: Search, plan: Scored) -> Iterator[str]:
+    """Where the predicted time goes."""
+    if not search.timed:
+        yield "No time is predicted: this machine's speed is not known. The order is by the work each layout does."
+        return
+    parts = sorted(((plan.parts[name], name) for name in PARTS if plan.parts[name] > 0), reverse=True)
+    share = lambda seconds: f"{100 * seconds / plan.seconds:.0f} %"
+    yield "Of the step, " + ", ".join(f"{share(seconds)} {PARTS[name]}" for seconds, name in parts[:4]) + "."
+
+
+def neighbours(search: Search, plan: Scored) -> Iterator[str]:
+    """Each neighbour that is legal: it does not fit, or is slower, and why."""
+    c = plan.candidate
+    for name, matches in _neighbours(c):
+        found = search.best(matches)
+        if found is None:
+            continue
+        fits, other = found
+        if not fits:
+            yield f"{name}: does not fit (at least {gib(other.memory.total)} on a device)."
+        elif not search.timed:
+            continue
+        elif abs(other.seconds / plan.seconds - 1) < 0.0005:
+            yield f"{name}: no faster."
+        elif other.seconds >= plan.seconds:
+            yield f"{name}: {100 * (other.seconds / plan.seconds - 1):.1f} % slower ({_difference(plan, other)})."
+        else:
+            yield (
+                f"{name}: {100 * (1 - other.seconds / plan.seconds):.1f} % faster by the prediction, less than its "
+                "error, and less simple."
+            )
+
+
+def _neighbours(c: Candidate) -> Iterator[tuple[str, Matches]]:
+    s = c.shape
+    same = lambda other: other.shape == s
+    for zero in (c.zero - 1, c.zero + 1):
+        if 0 <= zero <= 3:
+            yield f"ZeRO-{zero} on this mesh", lambda o, zero=zero: same(o) and o.zero == zero
+    if c.remat in REMATS and c.remat != "none":
+        weaker = REMATS[REMATS.index(c.remat) - 1]
+        yield f"remat {weaker}", lambda o: same(o) and o.zero == c.zero and o.remat == weaker
+    for tp in (s.model // 2, s.model * 2):
+        if tp >= 1:
+            yield f"tp={tp}", lambda o, tp=tp: o.shape.model == tp and o.shape.stage == s.stage
+    for pp in (s.stage // 2, s.stage * 2):
+        if pp >= 1:
+            label = f"pp={pp}" if pp > 1 else "no pipeline"
+            yield label, lambda o, pp=pp: o.shape.stage == pp and o.shape.model == s.model
+    if s.model * s.stage > 1:
+        yield "data parallelism alone", lambda o: o.shape.model == o.shape.stage == 1
+
+
+def _difference(plan: Scored, other: Scored) -> str:
+    """The part of the step that grows most."""
+    grows = max(PARTS, key=lambda name: other.parts[name] - plan.parts[name])
+    return f"{PARTS[grows]} {1e3 * plan.parts[grows]:,.0f} -> {1e3 * other.parts[grows]:,.0f} ms"

@@ -1,0 +1,316 @@
+"""The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxshard.config import Config
+from jaxshard.console import Console
+from jaxshard.errors import InputError
+from jaxshard.insight.advice import reasons
+from jaxshard.insight.compile import DoesNotFit
+from jaxshard.insight.confirm import compile_step, compiler_missing
+from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.memory import estimate, gib
+from jaxshard.insight.ranking import Scored, Search, limit_of, nothing_fits, search, smallest_target
+from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
+from jaxshard.models.presets import Architecture, architecture
+from jaxshard.options import Given
+
+BYTE_TOKENS = 257
+"""Vocabulary of the default tokenizer (data.tokenizer bytes)."""
+ROWS = 10
+"""Plans in the table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout to offer."""
+
+    scored: Scored
+    command: str
+    compiled_peak: int | None
+    """The compiler's figure; None where it was not asked."""
+    fits: bool
+    mfu: float | None
+    seconds: float | None
+    """None where the machine's speed is not known."""
+    reasons: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        c = self.scored.candidate
+        return {
+            "command": self.command,
+            "mesh": str(c.shape),
+            "zero": c.zero,
+            "remat": c.remat,
+            "microbatches": c.microbatches,
+            "accumulation": c.accumulation,
+            "offload": c.offload,
+            "memory": self.scored.memory.by_class(),
+            "compiled_peak": self.compiled_peak,
+            "fits": self.fits,
+            "step_seconds": self.seconds,
+            "mfu": self.mfu,
+            "reasons": list(self.reasons),
+        }
+
+
+def run(
+    config: Config,
+    *,
+    console: Console,
+    given: Given,
+    target: str,
+    best: bool,
+    network: str | None,
+    memory_limit: float | None,
+    fewest: bool,
+    confirm: int,
+) -> dict[str, Any]:
+    """Searches, confirms, and prints; options as in `commands.PlanOptions`.
+
+    Raises:
+        InputError: unknown target or preset, pins that cannot be met, or nothing fits.
+    """
+    hardware = parse_target(target)
+    if network is not None:
+        hardware = hardware.with_network(_network(network))
+    config, notes = _with_precision(config, hardware, given)
+    arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
+    found = find(config, arch, hardware, given, memory_limit, fewest)
+    plans, more = offered(found, given, confirm)
+    if best:
+        console.line(plans[0].command)
+    else:
+        _show(console, found, plans, notes + more)
+    return {"target": found.target.name, "model": _model(config, arch), "plans": [plan.as_json() for plan in plans]}
+
+
+def find(
+    config: Config, arch: Architecture, target: Target, given: Given, memory_limit: float | None, fewest: bool
+) -> Search:
+    """The search of a target, or of the smallest part of it that fits.
+
+    Args:
+        memory_limit: GiB.
+
+    Raises:
+        InputError: nothing is legal or nothing fits.
+    """
+    pins = pins_of(config, given.options)
+    limit = None if memory_limit is None else memory_limit * 2**30
+    if fewest:
+        part = smallest_target(config, arch, target, pins, limit, most=target.count)
+        if part is not None:
+            return part
+    found = search(config, arch, target, pins, limit)
+    if not found.fitting:
+        raise nothing_fits(found, pins, limit)
+    return found
+
+
+def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list[str]]:
+    """Plans, best first, and notes. The best `confirm` have been compiled; what the compiler refuses is left out."""
+    missing = compiler_missing(found.target) if confirm else None
+    notes = []
+    if confirm == 0 or missing:
+        how = f" ({missing})" if missing else "; --confirm 3 asks the compiler about the best three"
+        notes.append(f"Memory figures are estimates, usually within 10 % of the compiler's{how}.")
+        confirm = 0
+    if found.timed:
+        notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
+    plans: list[Plan] = []
+    for scored, peak in _confirmed(found, confirm, notes):
+        command = command_line(found.config, scored.candidate, given)
+        seconds = scored.seconds if found.timed else None
+        fits = peak is None or found.target.chip.usable_bytes == 0 or peak <= found.target.chip.usable_bytes
+        plans.append(Plan(scored, command, peak, fits, found.mfu(scored), seconds))
+        if len(plans) == ROWS:
+            break
+    if not plans:
+        raise InputError(
+            f"the compiler for {found.target.name} refuses every layout that should fit: " + " ".join(notes[-3:])
+        )
+    return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in plans], notes
+
+
+def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[Scored, int | None]]:
+    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `confirm` with the compiler's peak.
+
+    After a refusal the next smaller layout of the same mesh and stage has its turn.
+    """
+    done: set[tuple] = set()
+    refused: dict[tuple, int] = {}
+    compiled = 0
+    for scored in found.fitting:
+        key = (scored.candidate.shape, scored.candidate.zero)
+        if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
+            continue
+        if compiled >= confirm:
+            if key not in refused:
+                done.add(key)
+                yield scored, None
+            continue
+        if len(refused) > 2 * confirm:
+            continue
+        peak = _compiled_peak(found, scored, notes)
+        if peak is None:
+            refused[key] = scored.memory.total
+            continue
+        compiled += 1
+        done.add(key)
+        yield scored, peak
+
+
+def _compiled_peak(found: Search, scored: Scored, notes: list[str]) -> int | None:
+    """The compiler's bytes on a device, or None (and a note) where it refuses or needs too much."""
+    name = f"{scored.candidate.shape}, ZeRO-{scored.candidate.zero}, remat {scored.candidate.remat}"
+    vocab = BYTE_TOKENS if found.config.data.tokenizer == "bytes" else None
+    try:
+        result = compile_step(apply(found.config, scored.candidate), found.target, vocab).result
+    except (InputError, jax.errors.JaxRuntimeError) as error:
+        notes.append(f"Not offered: {name}: the compiler says {str(error).splitlines()[0][:200]}")
+        return None
+    if isinstance(result, DoesNotFit):
+        notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
+        return None
+    allowed = min(found.target.chip.usable_bytes or float("inf"), max(found.limit, limit_of(found.target, None)))
+    if found.limit < limit_of(found.target, None):  # the user's own limit
+        allowed = found.limit
+    if result.memory.peak > allowed:
+        notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {gib(allowed)} may be used.")
+        return None
+    return result.memory.peak
+
+
+def command_line(config: Config, candidate: Candidate, given: Given) -> str:
+    """The command that trains with a layout: what the user gave, and what was chosen.
+
+    Args:
+        config: that was searched.
+        candidate: the layout.
+        given: the user's own options.
+    """
+    chosen: dict[str, str | None] = {"mesh": str(candidate.shape)}
+    values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
+    defaults = {"zero": Config().zero} | {f"train.{k}": v for k, v in vars(Config().train).items()}
+    for option, name in SEARCHED.items():
+        value = getattr(candidate, name)
+        if value != defaults[option] or value != values[option]:
+            chosen[option] = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if config.train.precision != defaults["train.precision"] and "train.precision" not in given.options:
+        chosen["train.precision"] = config.train.precision
+    kept = {name: text for name, text in given.options.items() if name not in {"mesh", *SEARCHED} and name != "json"}
+    words = ["python", "run.py", *_words(kept), *_words(chosen)]
+    return shlex.join(words)
+
+
+def _words(options: Mapping[str, str | None]) -> Iterator[str]:
+    for name, text in options.items():
+        yield f"--{name}"
+        if text is not None:
+            yield text
+
+
+def automatic_mesh(config: Config, target: Target) -> Config:
+    """The configuration with the best plan for a target in it, for `train --mesh auto`: estimates only.
+
+    Everything that is searched and still has its default is free; what differs from the default is kept.
+
+    Raises:
+        InputError: nothing fits.
+    """
+    options = {name for name in SEARCHED if _value(config, name) != _value(Config(), name)}
+    given = Given(dict.fromkeys(options))
+    arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
+    return apply(config, find(config, arch, target, given, None, fewest=False).fitting[0].candidate)
+
+
+def _value(config: Config, option: str) -> Any:
+    value: Any = config
+    for name in option.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def memory_forecast(config: Config, arch: Architecture, shape: Any, target: Target) -> tuple[str, bool]:
+    """One line on the memory that a step will take, before it is compiled, and whether that fits."""
+    memory = estimate(config, arch, shape, target.chip.platform)
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.largest(4) if size)
+    usable = target.chip.usable_bytes
+    of = f" of {gib(usable)}" if usable else ""
+    line = f"predicted: {gib(memory.total)}{of} on one device ({parts})"
+    return line, not usable or memory.total <= usable
+
+
+def _with_precision(config: Config, target: Target, given: Given) -> tuple[Config, list[str]]:
+    """bf16 on accelerators, unless the user says otherwise."""
+    free = "train.precision" not in given.options and config.train.precision == Config().train.precision
+    if not free or target.chip.platform == "cpu":
+        return config, []
+    note = "Precision bf16 (fp32 masters and moments): --train.precision chooses another."
+    return replace(config, train=replace(config.train, precision="bf16")), [note]
+
+
+def _network(text: str) -> float:
+    """Bytes a second from "gbps=25": Gbit/s that one device sends between hosts."""
+    found = re.fullmatch(r"(?:gbps=)?(\d+(?:\.\d+)?)", text.strip().lower())
+    if not found or float(found[1]) <= 0:
+        raise InputError(f"network {text!r}: write gbps=25 for 25 Gbit/s that one device can send between hosts")
+    return float(found[1]) * 1e9 / 8
+
+
+def _model(config: Config, arch: Architecture) -> str:
+    return config.model.preset or f"{arch.family}, {arch.parameters:,} parameters"
+
+
+def _show(console: Console, found: Search, plans: list[Plan], notes: list[str]) -> None:
+    config, target = found.config, found.target
+    tokens = config.train.global_batch * config.data.seq_len
+    title = (
+        f"Plans for {_model(config, found.arch)} on {target.name}: {len(found.order):,} layouts, "
+        f"{config.train.global_batch} x {config.data.seq_len} tokens a step"
+    )
+    rows = []
+    for number, plan in enumerate(plans, 1):
+        c, memory = plan.scored.candidate, plan.scored.memory
+        rate = f"{tokens / plan.seconds:,.0f}" if plan.seconds else "-"
+        rows.append(
+            (
+                number,
+                str(c.shape) + (" sp" if c.sequence_parallel else ""),
+                c.zero,
+                c.remat,
+                c.accumulation,
+                f"{c.microbatches} {c.schedule}" + (f" x{c.virtual_stages}" if c.virtual_stages else "")
+                if c.microbatches
+                else "-",
+                c.offload,
+                gib(memory.parameters + memory.master + memory.optimizer),
+                gib(memory.gradients),
+                gib(memory.activations + memory.logits),
+                gib(memory.buffers),
+                gib(memory.total),
+                gib(plan.compiled_peak) if plan.compiled_peak else "-",
+                f"{plan.seconds:.2f}" if plan.seconds else "-",
+                rate,
+                f"{100 * plan.mfu:.0f} %" if plan.mfu else "-",
+            )
+        )
+    columns = (
+        *("", "mesh", "zero", "remat", "acc", "microbatches", "offload"),
+        *("state", "gradients", "activations", "buffers", "total", "compiled", "s/step", "tokens/s", "MFU"),
+    )
+    console.table(title, columns, rows)
+    console.heading("Why the first")
+    for reason in plans[0].reasons:
+        console.line(f"- {reason}")
+    for note in notes:
+        console.line(note)
+    console.heading("Run it")
+    console.line(plans[0].command)

@@ -1,0 +1,321 @@
+"""All the ways to lay a training step out over a number of devices, each with its predicted time.
+
+Enumeration only: what divides, what is pinned. Memory is looked at by `planner`, fastest layouts first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from jaxshard.config import Config
+from jaxshard.errors import InputError
+from jaxshard.insight.cost import Parallelism, StepTime, stack, step_time
+from jaxshard.insight.efficiency import XLA, XLA_UNFUSED, MatrixUnits
+from jaxshard.insight.hardware import GPUS_PER_HOST, Target
+from jaxshard.insight.kernels import Machine, machine
+from jaxshard.insight.links import Fabric
+from jaxshard.insight.state_bytes import table_of
+from jaxshard.models.presets import Architecture
+from jaxshard.models.transformer import padded_vocab
+from jaxshard.parallel.mesh import SHORT, MeshShape, parse_mesh
+from jaxshard.parallel.rules import check_replicated, replicated
+
+REMATS = ("none", "dots", "full")
+MOST_SEQUENCES = 64
+"""Sequences of one microbatch on one device that are tried at most, where a larger one is not the whole batch."""
+SEARCHED = {
+    "zero": "zero",
+    "train.remat": "remat",
+    "train.accumulation": "accumulation",
+    "train.microbatches": "microbatches",
+    "train.schedule": "schedule",
+    "train.virtual_stages": "virtual_stages",
+    "train.offload": "offload",
+    "train.sequence_parallel": "sequence_parallel",
+}
+"""Option -> field of `Candidate`; the mesh beside them is searched axis by axis."""
+NOMINAL = Machine(1e12, 50e9, 10e9, MatrixUnits(8, 16, 0.9), Fabric(64, 10e9, 1e9))
+"""Stands in for machines whose figures are not known (a CPU): it ranks layouts, and no seconds are quoted from it."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One layout of a step."""
+
+    shape: MeshShape
+    zero: int
+    remat: str
+    accumulation: int = 1
+    microbatches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    sequence_parallel: bool = False
+    offload: str = "none"
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Smaller is simpler: fewer things split, fewer things done twice; ties are broken by it."""
+        s = self.shape
+        return (
+            (s.model > 1) + (s.stage > 1) + (s.replica > 1) + (self.offload != "none"),
+            self.zero,
+            REMATS.index(self.remat) if self.remat in REMATS else len(REMATS),
+            self.accumulation > 1,
+            bool(self.virtual_stages),
+            self.sequence_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user fixed.
+
+    Attributes:
+        mesh: sizes by axis; -1 is what is left over. Empty: all free.
+        fields: field of `Candidate` -> its value.
+    """
+
+    mesh: Mapping[str, int]
+    fields: Mapping[str, Any]
+
+    def allows(self, candidate: Candidate) -> bool:
+        return all(getattr(candidate, name) == value for name, value in self.fields.items())
+
+    def __str__(self) -> str:
+        options = {field: f"--{option}" for option, field in SEARCHED.items()}
+        mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in self.mesh.items())
+        parts = [f"--mesh {mesh}"] if mesh else []
+        return " ".join(parts + [f"{options[name]} {value}" for name, value in self.fields.items()])
+
+
+def pins_of(config: Config, given: Mapping[str, Any]) -> Pins:
+    """What the user fixed on the command line; what a file says is where the search starts, and stays free.
+
+    Args:
+        config: as configured.
+        given: names of the options on the command line.
+    """
+    values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
+    fields = {field: values[option] for option, field in SEARCHED.items() if option in given}
+    return Pins(parse_mesh(config.mesh) if "mesh" in given and config.mesh != "auto" else {}, fields)
+
+
+def apply(config: Config, candidate: Candidate) -> Config:
+    """The configuration with a candidate's choices in it."""
+    c = candidate
+    train = replace(
+        config.train,
+        remat=c.remat,
+        accumulation=c.accumulation,
+        microbatches=c.microbatches,
+        schedule=c.schedule,
+        virtual_stages=c.virtual_stages,
+        sequence_parallel=c.sequence_parallel,
+        offload=c.offload,
+        offload_mode=config.train.offload_mode if c.offload != "none" else None,
+        pipeline_gather=config.train.pipeline_gather if c.zero == 3 and c.shape.stage > 1 else None,
+    )
+    return replace(config, mesh=str(c.shape), zero=c.zero, train=train)
+
+
+def candidates(config: Config, arch: Architecture, target: Target, pins: Pins, offload: bool) -> list[Candidate]:
+    """Every legal layout, in a fixed order; with `offload` those that keep something in host memory.
+
+    Raises:
+        InputError: nothing is legal; names the pin or the size that stands in the way.
+    """
+    found = []
+    for shape in meshes(config, arch, target, pins):
+        for split in _splits(config, arch, shape, pins):
+            for zero in (0, 1, 2, 3):
+                if zero and (shape.data == 1 and "zero" not in pins.fields):
+                    continue
+                if not _shards(arch, config, shape, zero):
+                    continue
+                for remat in _remats(pins, offload):
+                    for place in _places(pins, remat, offload):
+                        candidate = replace(split, zero=zero, remat=remat, offload=place)
+                        if pins.allows(candidate):
+                            found.append(candidate)
+    return found
+
+
+def _remats(pins: Pins, offload: bool) -> Sequence[str]:
+    if "remat" in pins.fields:
+        return (pins.fields["remat"],)
+    return (*REMATS, "offload") if offload else REMATS
+
+
+def _places(pins: Pins, remat: str, offload: bool) -> Sequence[str]:
+    if "offload" in pins.fields:
+        return (pins.fields["offload"],)
+    return ("none",) if not offload else ("none", "optimizer") if remat == "offload" else ("optimizer",)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def meshes(config: Config, arch: Architecture, target: Target, pins: Pins) -> list[MeshShape]:
+    """Mesh shapes that use every device and that model and batch divide by.
+
+    Raises:
+        InputError: there is none; says which pin or size stands in the way.
+    """
+    found, reasons = [], []
+    for shape in _factorizations(target.count, pins.mesh):
+        reason = _refusal(config, arch, shape, target, pins)
+        if reason is None:
+            found.append(shape)
+        else:
+            reasons.append(reason)
+    if found:
+        return found
+    mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in pins.mesh.items())
+    if pins.mesh and not reasons:
+        raise InputError(
+            f"--mesh {mesh} does not make {target.count} devices, which target {target.name} has: change a size, or "
+            "give one axis -1 for the rest"
+        )
+    first = reasons[0] if reasons else "there is no factorization"
+    raise InputError(
+        f"no mesh of {target.name}'s {target.count} devices works: {'--mesh ' + mesh + ': ' if mesh else ''}{first}"
+    )
+
+
+def _factorizations(count: int, pinned: Mapping[str, int]) -> Iterator[MeshShape]:
+    """All (replica, stage, data, model) whose product is `count`, with the pinned axes; an axis left out of --mesh
+    is 1 when one is -1 or the sizes fill the devices, as for train."""
+    fixed = {axis: size for axis, size in pinned.items() if size != -1}
+    closed = bool(pinned)
+    for model in divisors(count):
+        for data in divisors(count // model):
+            for stage in divisors(count // model // data):
+                shape = MeshShape(count // model // data // stage, stage, data, model)
+                sizes = dict(vars(shape))
+                if any(sizes[axis] != size for axis, size in fixed.items()):
+                    continue
+                if closed and any(size > 1 for axis, size in sizes.items() if axis not in pinned):
+                    continue
+                yield shape
+
+
+def _refusal(config: Config, arch: Architecture, shape: MeshShape, target: Target, pins: Pins) -> str | None:
+    """Why a shape is not tried, or None; the same conditions as `training.program.check_fit`."""
+    batch = config.train.global_batch
+    if arch.n_heads % shape.model:
+        return f"model.n_heads = {arch.n_heads} does not divide by tp = {shape.model}"
+    if arch.d_ff % shape.model:
+        return f"model.d_ff = {arch.d_ff} does not divide by tp = {shape.model}"
+    if arch.n_layers % shape.stage:
+        return f"model.n_layers = {arch.n_layers} does not divide by pp = {shape.stage}"
+    if batch % shape.batch_ways:
+        return f"train.global_batch = {batch} does not divide by dp x replica = {shape.batch_ways}"
+    if not pins.mesh and target.chip.platform == "gpu" and shape.model > GPUS_PER_HOST:
+        return f"tp = {shape.model} reaches beyond a host of {GPUS_PER_HOST}"
+    # Copies of everything pay only where they keep traffic off the network between hosts.
+    if not pins.mesh and shape.replica > 1 and (target.hosts == 1 or target.hosts % shape.replica):
+        return f"replica = {shape.replica} does not divide the {target.hosts} hosts"
+    return None
+
+
+def _splits(config: Config, arch: Architecture, shape: MeshShape, pins: Pins) -> Iterator[Candidate]:
+    """How the batch of one data group is taken: accumulation parts, microbatches, schedule, sequence parallelism."""
+    own = config.train.global_batch // shape.batch_ways
+    sequence = [False]
+    if shape.model > 1 and config.data.seq_len % shape.model == 0:
+        sequence = [False, True]
+    for parallel in sequence:
+        for parts in divisors(own):
+            if shape.stage == 1:
+                if own // parts <= MOST_SEQUENCES or parts == 1:
+                    yield Candidate(shape, 0, "none", accumulation=parts, sequence_parallel=parallel)
+                continue
+            wanted = pins.fields.get("accumulation", 1)
+            if (
+                own % wanted
+                or parts > own // wanted
+                or (own // wanted) % parts
+                or own // wanted // parts > MOST_SEQUENCES
+            ):
+                continue
+            for schedule, chunks in _schedules(arch, shape, pins):
+                if parts < min(shape.stage, own // wanted):  # fewer microbatches than stages: mostly idle
+                    continue
+                yield Candidate(shape, 0, "none", wanted, parts, schedule, chunks, parallel)
+
+
+def _schedules(arch: Architecture, shape: MeshShape, pins: Pins) -> Iterator[tuple[str, int | None]]:
+    name = pins.fields.get("schedule")
+    chunks = pins.fields.get("virtual_stages")
+    if chunks is None and name in (None, "1f1b"):
+        yield "1f1b", None
+    if name == "gpipe":
+        yield "gpipe", chunks
+    for count in (chunks,) if chunks else (2, 4):
+        if name in (None, "interleaved") and arch.n_layers % (shape.stage * count) == 0:
+            yield "interleaved", count
+
+
+def _shards(arch: Architecture, config: Config, shape: MeshShape, zero: int) -> bool:
+    """Whether the state can be split over the data axis as the stage asks (`rules.check_replicated`)."""
+    return zero == 0 or shape.data == 1 or _shardable(arch, config.optim, config.train.precision, shape)
+
+
+@lru_cache(maxsize=4096)
+def _shardable(arch: Architecture, optim: Any, precision: str, shape: MeshShape) -> bool:
+    found, total = [], 0
+    ways = shape.stage * shape.model
+    for row in table_of(arch, optim, precision).weights:
+        sizes = [padded_vocab(n, ways) if a == "vocab" else n for n, a in zip(row.shape, row.axes, strict=True)]
+        found += replicated(row.group, sizes, row.axes, shape, 1, row.itemsize)
+        total += row.itemsize * int(np.prod(sizes))
+    try:
+        check_replicated(found, total, ())
+    except InputError:
+        return False
+    return True
+
+
+def machine_of(target: Target) -> Machine:
+    """The target for the time model; `NOMINAL` where its figures are not known."""
+    known = target.chip.bf16_flops > 0 and target.chip.memory_bandwidth > 0
+    try:
+        return machine(target) if known else NOMINAL
+    except KeyError:
+        return NOMINAL
+
+
+def predict_times(
+    config: Config, arch: Architecture, target: Target, layouts: Sequence[Candidate]
+) -> tuple[StepTime, np.ndarray]:
+    """The parts of each layout's step time, and their sums in seconds."""
+    train = config.train
+    fused = target.chip.platform == "gpu" and train.precision not in ("fp32", "fp64") and arch.attention != "xla"
+    rows = stack([_parallelism(config, c) for c in layouts])
+    parts = step_time(arch, rows, machine_of(target), config.data.seq_len, XLA if fused else XLA_UNFUSED)
+    return parts, np.broadcast_to(np.asarray(parts.total, float), (len(layouts),))
+
+
+def _parallelism(config: Config, c: Candidate) -> Parallelism:
+    s, train = c.shape, config.train
+    rounds = c.accumulation * (c.microbatches or 1)
+    return Parallelism(
+        replica=s.replica,
+        stage=s.stage,
+        data=s.data,
+        model=s.model,
+        zero=c.zero,
+        sequences=train.global_batch // (s.batch_ways * rounds),
+        microbatches=c.microbatches or 1,
+        accumulation=c.accumulation,
+        schedule=c.schedule or "1f1b",
+        virtual_stages=c.virtual_stages or 1,
+        remat=c.remat if c.remat in ("none", "dots", "full", "offload") else "dots",
+        sequence_parallel=c.sequence_parallel,
+        offload=c.offload != "none",
+        precision="fp32" if train.precision in ("fp32", "fp64") else "bf16",
+    )
