@@ -59,10 +59,19 @@ def show_program(program: Program, console: Console) -> None:
     )
     sizes = class_bytes(program)
     console.line(f"Types: {layout.policy.describe()}")
-    held = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
-    console.line(f"On one device: {held}")
+    low = {"moments", "masters"} if program.config.train.offload == "optimizer" else set()
+    held = lambda names: ", ".join(f"{n} {size_text(size)}" for n, size in sizes.items() if n in names and size)
+    console.line(f"On one device: {held(sizes.keys() - low)}")
+    if low:
+        console.line(f"In host memory, for each device: {held(low)} ({offload_text(program)})")
     for leaf in program.replicated:
         console.line(f"stays whole: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
+
+
+def offload_text(program: Program) -> str:
+    """How the update reaches state in host memory."""
+    computed = program.config.train.offload_mode == "host"
+    return "update computed on the host" if computed else "update streamed through the device, layer by layer"
 
 
 def memory_line(compiled: jax.stages.Compiled) -> str:
@@ -73,8 +82,10 @@ def memory_line(compiled: jax.stages.Compiled) -> str:
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, temporary = stats.alias_size_in_bytes, stats.temp_size_in_bytes
     total = arguments + outputs - aliased + temporary
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    below = f" and {size_text(host)} in host memory" if host else ""
     return (
-        f"compiled: {size_text(total)} on one device (arguments {size_text(arguments)}, temporaries "
+        f"compiled: {size_text(total)} on one device{below} (arguments {size_text(arguments)}, temporaries "
         f"{size_text(temporary)}, outputs in place {100 * aliased / max(outputs, 1):.0f} %)"
     )
 

@@ -63,7 +63,7 @@ class Program:
     @property
     def offloaded(self) -> TrainState:
         """Bools in the shape of the state: what lies in host memory, also where absent devices cannot say so."""
-        return offloaded(self.abstract, self.config.train.offload != "none")
+        return offloaded(self.abstract, self.logical_axes, self.config.train.offload != "none")
 
     @cached_property
     def init(self):
@@ -159,7 +159,8 @@ def build_program(
     shardings = state_shardings(layout, shapes, logical, offload)
     part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
     mode = (train.offload_mode or "stream") if offload else None
-    update = choose_update(mode, layout, tx, part, shardings.moments)
+    low = offloaded(shapes, logical, offload).moments
+    update = choose_update(mode, layout, tx, part, shardings.moments, low)
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
     parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.params))

@@ -1,6 +1,6 @@
 """The state of training: one pytree, created sharded, donated to every step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,17 +71,26 @@ def state_logical_axes(
     )
 
 
-def offloaded(abstract: TrainState, offload: bool) -> TrainState:
-    """Says for every array of the state whether it lies in host memory: masters and moments, but no scalars."""
-    lowered = TrainState(None, None, abstract.masters, abstract.moments, None, None, None)
-    paths = {path for path, leaf in jax.tree_util.tree_leaves_with_path(lowered) if offload and leaf.ndim}
-    return jax.tree_util.tree_map_with_path(lambda path, _: path in paths, abstract)
+def offloaded(abstract: TrainState, axes: TrainState, offload: bool) -> TrainState:
+    """Says for every array of the state whether it lies in host memory: masters, and moments that follow a parameter.
+
+    Counts and constants of the optimizer, whose dims have no names, stay on the devices.
+    """
+    no = jax.tree.map(lambda _: False, abstract)
+    if not offload:
+        return no
+    follows = lambda _, logical: any(name is not None for name in logical)
+    return replace(
+        no,
+        masters=jax.tree.map(lambda _: True, abstract.masters),
+        moments=jax.tree.map(follows, abstract.moments, axes.moments),
+    )
 
 
 def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState, offload: bool = False) -> TrainState:
     """Shardings in the shape of the state: parameters by their table, masters and moments by the optimizer's.
 
-    With `offload` masters and moments lie in host memory; scalars, such as counts, stay on the devices.
+    With `offload` masters and moments lie in host memory, as `offloaded` says.
     """
 
     def moment(leaf: jax.ShapeDtypeStruct, logical: tuple) -> NamedSharding:
@@ -98,4 +107,4 @@ def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState, offl
         skipped_in_row=layout.scalar,
     )
     lower = lambda sharding, is_low: in_host_memory(sharding) if is_low else sharding
-    return jax.tree.map(lower, shardings, offloaded(abstract, offload))
+    return jax.tree.map(lower, shardings, offloaded(abstract, axes, offload))

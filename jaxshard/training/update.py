@@ -63,6 +63,7 @@ def choose_update(
     tx: optax.GradientTransformation,
     part: Callable[[str], optax.GradientTransformation],
     moments: Any,
+    low: Any,
 ) -> Update:
     """Picks the update of a run.
 
@@ -72,11 +73,12 @@ def choose_update(
         tx: direction of the update, without learning rate and clipping.
         part: the same for one group of parameters, {group: ...}; its state is that part of tx's.
         moments: shardings of the state of tx.
+        low: bools in the same shape: which arrays of it lie in host memory.
     """
     if mode == "stream":
-        return partial(_streamed, layout, part, moments)
+        return partial(_streamed, layout, part, moments, low)
     if mode == "host":
-        return partial(_hosted, layout, tx, moments)
+        return partial(_hosted, layout, tx, moments, low)
     return partial(_whole, layout, tx)
 
 
@@ -103,10 +105,12 @@ def _whole(layout: Layout, tx: optax.GradientTransformation, grads: Any, parts: 
     masters = layout.policy.masters
     old = parts.masters if masters else _constrained(parts.params, layout.optimizer)
     updated, moments = advance(tx, change, grads, old, parts.moments)
+    # Pinned, so that the new parameters are gathered and not, beside them, the old ones that a bad update keeps.
+    updated = _constrained(updated, layout.optimizer)
     return Parts(_stored(layout, updated, layout.parameters), updated if masters else None, moments)
 
 
-def _hosted(layout: Layout, tx, places: Any, grads: Any, parts: Parts, change: Change) -> Parts:
+def _hosted(layout: Layout, tx, places: Any, low: Any, grads: Any, parts: Parts, change: Change) -> Parts:
     """The host computes the update: gradients go down to it, parameters in the devices' type come back."""
     policy = layout.policy
     old = parts.masters if policy.masters else _constrained(parts.params, layout.optimizer)
@@ -120,34 +124,35 @@ def _hosted(layout: Layout, tx, places: Any, grads: Any, parts: Parts, change: C
     grads = jax.tree.map(row_major, grads, layout.optimizer)
     params, updated, moments = run(*(to_host(tree) for tree in (grads, old, parts.moments, change)))
     params = _constrained(to_device(params, layout.optimizer), layout.parameters)
-    moments = jax.tree.map(lambda x, s: x if x.ndim else to_device(x, s), moments, places)
+    moments = jax.tree.map(lambda x, s, is_low: x if is_low else to_device(x, s), moments, places, low)
     return Parts(params, updated if policy.masters else None, moments)
 
 
 class Places(NamedTuple):
-    """Shardings of one group: stored parameters, masters and updates, moments."""
+    """Shardings of one group: stored parameters, masters and updates, moments; and which moments are low."""
 
     params: Any
     optimizer: Any
     moments: Any
+    low: Any
 
 
-def _streamed(layout: Layout, part: Callable, places: Any, grads: Any, parts: Parts, change: Change) -> Parts:
+def _streamed(layout: Layout, part: Callable, places: Any, low: Any, grads: Any, parts: Parts, change: Change) -> Parts:
     """One group after another, and stacked layers one after another, come to the device, are updated and go back.
 
-    Every group has an optimizer of its own, whose state is the part of the whole state with the same paths. Counts
-    belong to all of them: each group begins at the old count and ends at the same new one.
+    Every group has an optimizer of its own, whose state is the part of the whole state with the same paths. Counts and
+    constants belong to all of them: each group begins at the old count and ends at the same new one.
     """
-    place, moments = _by_path(places), _by_path(_down(parts.moments))
+    place, lows, moments = _by_path(places), _by_path(low), _by_path(_down(parts.moments, low))
     params, masters, updated = {}, {}, dict(moments)
     for group in parts.params:
         pick = lambda tree, group=group: {group: tree[group]}
         tx = part(group)
-        old = Parts(pick(parts.params), _down(pick(parts.masters)) if parts.masters else None, None)
+        old = Parts(pick(parts.params), to_host(pick(parts.masters)) if parts.masters else None, None)
         bare = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), old.masters or old.params)
         form = jax.eval_shape(tx.init, bare)
         select = lambda table, form=form: jax.tree.unflatten(jax.tree.structure(form), map(table.get, _by_path(form)))
-        where = Places(pick(layout.parameters), pick(layout.optimizer), select(place))
+        where = Places(pick(layout.parameters), pick(layout.optimizer), select(place), select(lows))
         visit = _layer_by_layer if group == STACKED else _visit
         new = visit(layout, tx, where, pick(grads), old._replace(moments=select(moments)), change)
         params |= new.params
@@ -161,20 +166,21 @@ def _by_path(tree: Any) -> dict[Any, Any]:
     return dict(jax.tree_util.tree_leaves_with_path(tree))
 
 
-def _down(tree: Any) -> Any:
-    """Moves arrays to host memory; scalars stay on the device."""
-    return jax.tree.map(lambda x: to_host(x) if x.ndim else x, tree)
+def _down(tree: Any, low: Any) -> Any:
+    """Moves to host memory what belongs there."""
+    return jax.tree.map(lambda x, is_low: to_host(x) if is_low else x, tree, low)
 
 
 def _visit(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
     """Brings masters and moments to the device, updates, and sends them back."""
     masters = layout.policy.masters
-    up = lambda tree, places: jax.tree.map(row_major, to_device(tree, places), places)
-    down = lambda tree, places: _down(jax.tree.map(row_major, tree, places))
+    ordered = lambda tree, places: jax.tree.map(row_major, tree, places)
+    up = lambda tree, places: ordered(to_device(tree, places), places)
     source = up(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
     updated, moments = advance(tx, change, grads, source, up(old.moments, places.moments))
     params = _stored(layout, updated, places.params)
-    return Parts(params, down(updated, places.optimizer) if masters else None, down(moments, places.moments))
+    moments = _down(ordered(moments, places.moments), places.low)
+    return Parts(params, to_host(ordered(updated, places.optimizer)) if masters else None, moments)
 
 
 def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
@@ -184,13 +190,17 @@ def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, 
     layer is not fetched ahead: reading it before the last one is written back would make XLA copy the whole stack.
     """
     stages = layout.shape.stage
-    arrays = lambda change, tree, *rest: jax.tree.map(lambda x, *r: change(x, *r) if x.ndim else x, tree, *rest)
-    start, grads = arrays(partial(_split, stages), (old, grads))
+    every = lambda tree: jax.tree.map(lambda _: True, tree)
+    stacked = Parts(every(old.params), every(old.masters), places.low)
+    start = jax.tree.map(lambda x, is_stack: _split(stages, x) if is_stack else x, old, stacked)
+    grads = jax.tree.map(partial(_split, stages), grads)
 
     def turn(i, now: Parts) -> Parts:
-        one = jax.tree.map(lambda x, first: _take(stages, x, i) if x.ndim else first, now, start)
-        new = _visit(layout, tx, places, arrays(lambda g: _take(stages, g, i), grads), one, change)
-        return jax.tree.map(lambda x, n: _put(stages, x, n, i) if x.ndim else n, now, new)
+        take = lambda x: _take(stages, x, i)
+        # Counts are those from before the loop in every turn, so they advance once.
+        one = jax.tree.map(lambda x, first, is_stack: take(x) if is_stack else first, now, start, stacked)
+        new = _visit(layout, tx, places, jax.tree.map(take, grads), one, change)
+        return jax.tree.map(lambda x, n, is_stack: _put(stages, x, n, i) if is_stack else n, now, new, stacked)
 
     layers = jax.tree.leaves(old.params)[0].shape[0] // stages
     done = jax.lax.fori_loop(0, layers, turn, start)

@@ -1,0 +1,247 @@
+"""Optimizer state in host memory: where it lies, that the numbers stay, and what the compilers say about its bytes."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.errors import InputError
+from jaxshard.insight import absent
+from jaxshard.insight.compile import Compiled, compile_for
+from jaxshard.insight.hardware import parse_target
+from jaxshard.parallel.offload import check_host_memory
+from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.program import Program, build_program, class_bytes
+from jaxshard.training.state import TrainState
+
+VOCAB, LENGTH, ROWS = 64, 16, 8
+needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
+needs_gpu = pytest.mark.skipif(
+    not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    reason="GPU compiler not installed (jaxshard[gpu])",
+)
+
+
+def config(mesh: str, zero: int, optimizer: str, d: int = 32, layers: int = 4, **train: Any) -> Config:
+    heads = max(4, d // 128)
+    return Config(
+        mesh=mesh,
+        zero=zero,  # type: ignore[arg-type]
+        model=ModelConfig(
+            family="llama", vocab_size=VOCAB, d_model=d, n_layers=layers, n_heads=heads, n_kv_heads=heads // 2,
+            d_ff=2 * d, attention="xla",
+        ),
+        data=DataConfig(seq_len=LENGTH),
+        optim=OptimConfig(name=optimizer, warmup_steps=1),  # type: ignore[arg-type]
+        train=TrainConfig(global_batch=ROWS, **train),
+    )  # fmt: skip
+
+
+def batch(seed: int, empty: bool = False) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH)).copy()
+    targets = np.full_like(positions, -1) if empty else tokens[:, 1:]
+    return {
+        "inputs": tokens[:, :-1], "targets": targets, "segments": np.ones_like(positions), "positions": positions
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Three updates and what was measured."""
+
+    program: Program
+    state: TrainState
+    metrics: list[dict[str, np.ndarray]]
+
+
+def three_steps(config: Config) -> Outcome:
+    devices = int(np.prod([int(part.split("=")[1]) for part in (config.mesh or "").split(",")]))
+    program = build_program(config, jax.devices()[:devices])
+    state, metrics = program.init(), []
+    for seed in range(3):
+        before = state
+        state, measured = program.step(state, program.place(batch(seed), config.train.accumulation))
+        metrics.append(jax.device_get(measured))
+        donated = (before.params, before.masters, before.moments)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated)), "donated state is still there"
+    return Outcome(program, state, metrics)
+
+
+@cache
+def plain(mesh: str, zero: int, optimizer: str, train: tuple) -> Outcome:
+    return three_steps(config(mesh, zero, optimizer, **dict(train)))
+
+
+def in_place(state: TrainState) -> None:
+    """Masters and moments in host memory, parameters, scalars and Muon's constants on the devices."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        low = name.startswith((".masters", ".moments")) and leaf.ndim > 0 and "ns_coeffs" not in name
+        assert leaf.sharding.memory_kind == ("pinned_host" if low else "device"), name
+
+
+def apart(one: Any, other: Any) -> float:
+    """Largest difference of two trees, relative to the largest entry of each array."""
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        worst = max(worst, float(np.abs(x - y).max() / (np.abs(x).max() + 1e-30)))
+    return worst
+
+
+MIXED = {"precision": "bf16"}
+CASES = {
+    "stream zero-1 tp": ("dp=2,tp=2", 1, "adamw", MIXED, "stream"),
+    "host zero-1 tp": ("dp=2,tp=2", 1, "adamw", MIXED, "host"),
+    "stream zero-3 fp16 accumulation": ("dp=4", 3, "adafactor", {"precision": "fp16", "accumulation": 2}, "stream"),
+}
+MORE = {
+    "stream muon": ("dp=2,tp=2", 2, "muon", MIXED, "stream"),
+    "host muon": ("dp=2,tp=2", 2, "muon", MIXED, "host"),
+    "stream pipeline": ("dp=2,pp=2", 1, "adamw", MIXED, "stream"),
+    "stream lion fp32": ("dp=2,tp=2", 0, "lion", {"accumulation": 2}, "stream"),
+    "host sgd replica": ("replica=2,dp=2", 3, "sgd", {"precision": "pure-bf16"}, "host"),
+}
+
+
+def check_case(case: tuple) -> Outcome:
+    mesh, zero, optimizer, train, mode = case
+    base = plain(mesh, zero, optimizer, tuple(train.items()))
+    found = three_steps(config(mesh, zero, optimizer, offload="optimizer", offload_mode=mode, **train))
+    in_place(found.state)
+    # The same operations in another loop: compilers may contract a * b + c differently, once in a rounding.
+    assert apart(base.state, found.state) < 1e-5
+    assert apart(base.metrics, found.metrics) < 1e-5 and found.metrics[-1]["grad_norm"] > 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def streamed() -> Outcome:
+    return check_case(CASES["stream zero-1 tp"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "stream zero-1 tp"])
+def test_numbers_are_those_without_offload(name):
+    check_case(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_numbers_on_more_layouts_and_optimizers(name):
+    check_case(MORE[name])
+
+
+def test_resumed_state_lies_in_host_memory_and_goes_on(streamed, tmp_path):
+    program = streamed.program
+    with Checkpoints(tmp_path, keep=1) as saved:
+        saved.save(3, streamed.state, {})
+        restored, _ = saved.restore(3, program.abstract, axes=program.logical_axes, sizes={"vocab": VOCAB})
+    in_place(restored)
+    assert apart(restored, streamed.state) == 0
+    counts = [int(x) for x in jax.tree.leaves(restored.moments) if x.ndim == 0]
+    assert counts == [3], "a count that moves once an update, not once a layer"
+    kept = jax.device_get(restored)
+    state, metrics = program.step(restored, program.place(batch(9, empty=True)))
+    assert metrics["skipped"] == 1
+    in_place(state)
+    same = lambda a, b: all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+    after = jax.device_get(state)
+    assert same((kept.params, kept.masters, kept.moments), (after.params, after.masters, after.moments))
+
+
+def compiled(target: str, d: int, layers: int, **train: Any) -> tuple[Program, Compiled]:
+    """The train step for an absent target, with activations that take next to nothing."""
+    where = parse_target(target)
+    small = config("dp=2,tp=2", 1, "adamw", d, layers, precision="bf16", remat="full", **train)
+    program = build_program(small, absent.devices_for(where))
+    flags = program.offloaded
+    result = compile_for(
+        where, program.step, program.abstract, program.abstract_batch(), host=((flags, False), (flags, False))
+    )
+    assert isinstance(result, Compiled) and not result.spmd_warnings
+    return program, result
+
+
+OFFLOAD = {"offload": "optimizer"}
+
+
+def bytes_move_to_the_host(target: str, mode: str) -> None:
+    """The host holds what the formula says, in place; device arguments are less by as much, and nothing else moves."""
+    _, without = compiled(target, 512, 2)
+    program, found = compiled(target, 512, 2, **OFFLOAD, offload_mode=mode)
+    sizes = class_bytes(program)
+    low = sizes["moments"] + sizes["masters"] - 4  # The count stays on the device.
+    # Layouts pad small arrays.
+    assert found.memory.host == pytest.approx(low, rel=0.01)
+    assert without.memory.arguments - found.memory.arguments == pytest.approx(low, rel=0.01)
+    assert found.memory.aliased == found.memory.outputs or found.memory.aliased > 0.99 * found.memory.outputs
+
+
+def temporaries_stay_flat(target: str, d: int) -> None:
+    """Twice the layers: temporaries grow by their gradients at most; beside these there are two layers at most."""
+    grown = {}
+    for layers in (2, 4):
+        program, found = compiled(target, d, layers, **OFFLOAD)
+        sizes = class_bytes(program)
+        wide = replace(program.config, zero=2)  # Gradients of the update lie as the moments do.
+        gradients = class_bytes(build_program(wide, list(program.layout.mesh.devices.flat)))["gradients"]
+        layer = (sizes["moments"] + sizes["masters"]) / layers
+        grown[layers] = found.memory.temporaries - gradients, layer
+    (small, _), (large, layer) = grown[2], grown[4]
+    assert large - small < 0.25 * layer, (small, large, layer)
+    assert large < 2 * layer + 32 * 2**20, (large, layer)
+
+
+@needs_tpu
+@pytest.mark.slow
+def test_bytes_on_a_tpu():
+    bytes_move_to_the_host("v5e:2x2", "stream")
+
+
+@needs_tpu
+@pytest.mark.slow
+def test_streamed_temporaries_on_a_tpu():
+    temporaries_stay_flat("v5e:2x2", 2048)  # Smaller ones fit into on-chip memory, which is not counted.
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "host"])
+def test_bytes_on_a_gpu(mode):
+    bytes_move_to_the_host("h100:4", mode)
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_streamed_temporaries_on_a_gpu():
+    temporaries_stay_flat("h100:4", 1024)
+
+
+def test_unknown_values_are_refused():
+    with pytest.raises(InputError, match=r"train.offload is 'moments': it must be none or optimizer"):
+        TrainConfig(offload="moments")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"train.offload_mode is 'lazy': it must be stream or host"):
+        TrainConfig(offload="optimizer", offload_mode="lazy")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"left out, or given with --train.offload optimizer"):
+        TrainConfig(offload_mode="stream")
+
+
+def test_a_backend_without_host_memory_is_refused():
+    @dataclass(frozen=True)
+    class Memory:
+        kind: str
+
+    class Bare:
+        platform = "metal"
+
+        def addressable_memories(self):
+            return [Memory("device"), Memory("unpinned_host")]
+
+    with pytest.raises(InputError, match="needs pinned_host memory, and backend metal has only device, unpinned_host"):
+        check_host_memory([Bare()])
+    check_host_memory(jax.devices())
