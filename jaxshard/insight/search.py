@@ -177,8 +177,8 @@ def meshes(config: Config, arch: Architecture, target: Target, pins: Pins) -> li
     mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in pins.mesh.items())
     if pins.mesh and not reasons:
         raise InputError(
-            f"--mesh {mesh} does not make {target.count} devices, which target {target.name} has: change a size, or "
-            "give one axis -1 for the rest"
+            f"--mesh {mesh} does not make the {target.count} devices of target {target.name}: choose sizes that divide "
+            f"{target.count}, and give one axis -1 for the rest"
         )
     first = reasons[0] if reasons else "there is no factorization"
     raise InputError(

@@ -1,0 +1,323 @@
+"""The planner: the six situations that users are in, pins, bad input, and what is printed."""
+
+import json
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from jaxshard import cli
+from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.errors import InputError
+from jaxshard.insight import planner, ranking
+from jaxshard.insight.advice import reasons
+from jaxshard.insight.compile import DoesNotFit
+from jaxshard.insight.hardware import parse_target
+from jaxshard.insight.search import Pins, apply, candidates
+from jaxshard.models.presets import architecture
+from jaxshard.options import Given
+from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.training.program import check_fit
+
+GIB = 2**30
+
+
+def settings(preset, batch, seq_len, **model):
+    return Config(
+        model=ModelConfig(preset=preset, **model) if preset else ModelConfig(**model),
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(precision="bf16", global_batch=batch),
+    )
+
+
+def search(config, target, network=None, **pins):
+    hardware = parse_target(target)
+    if network:
+        hardware = hardware.with_network(network)
+    arch = architecture(config.model, 257, config.data.seq_len)
+    return ranking.search(config, arch, hardware, Pins(pins.pop("mesh", {}), pins))
+
+
+def best(config, target, network=None):
+    """The first plan and its reasons as one text."""
+    found = search(config, target, network)
+    return found.fitting[0].candidate, " ".join(reasons(found, found.fitting[0]))
+
+
+# The six situations.
+
+
+def test_one_gpu_that_fits_splits_nothing():
+    plan, why = best(settings("gpt2-124m", 32, 1024), "h100:1")
+    assert (str(plan.shape), plan.zero, plan.offload, plan.remat) == ("dp=1", 0, "none", "none")
+    assert "nothing is split" in why
+    assert "fits into a device's" in why
+
+
+def test_one_gpu_that_does_not_fit_offloads():
+    plan, why = best(settings("llama2-7b", 8, 2048), "h100:1")
+    assert plan.offload == "optimizer"
+    assert "host memory (ZeRO-Offload)" in why
+    assert "more than a device's" in why
+
+
+def test_one_node_that_fits_copies_the_model():
+    plan, why = best(settings("gpt2-355m", 64, 1024), "h100:8")
+    assert str(plan.shape) == "dp=8"
+    assert plan.zero <= 1
+    assert "tp=2: " in why
+    assert "slower" in why
+
+
+def test_one_node_that_does_not_fit_splits_the_state():
+    plan, why = best(settings("llama3-8b", 64, 8192), "h100:8")
+    assert plan.zero >= 2 or plan.shape.model * plan.shape.stage > 1
+    assert plan.offload == "none"
+    assert "has to be split" in why
+
+
+def test_a_layer_larger_than_a_device_leaves_tensor_parallelism_and_zero_3():
+    wide = settings(None, 16, 2048, family="llama", vocab_size=32000, d_model=24576, n_layers=4, n_heads=192)
+    found = search(wide, "h100:64")
+    assert found.layer_state > found.limit
+    assert all(plan.candidate.shape.model > 1 or plan.candidate.zero == 3 for plan in found.fitting)
+    assert "a pipeline cannot split a layer" in " ".join(reasons(found, found.fitting[0]))
+
+
+def test_many_nodes_choose_by_their_network():
+    model = settings("llama3-70b", 512, 8192)
+    fast, why_fast = best(model, "h100:64")
+    slow, why_slow = best(model, "h100:64", network=10e9 / 8)
+    assert fast.zero == 3
+    assert fast.shape.stage == 1
+    assert "a fast network" in why_fast
+    # ZeRO-3 over the slow network would gather every layer across it: stages take its place between hosts.
+    assert slow.shape.stage > 1
+    assert slow.shape.data * slow.shape.model <= 8
+    assert "a slow network" in why_slow
+    assert "data parallelism alone: " in why_slow
+
+
+# The search.
+
+
+def test_every_candidate_passes_the_checks_of_training_and_none_is_double():
+    config = settings("toy-gpt2-1m", 48, 128)
+    arch = architecture(config.model)
+    target = parse_target("h100:16")
+    found = candidates(config, arch, target, Pins({}, {}), offload=False)
+    assert len(set(found)) == len(found)
+    for candidate in found:
+        assert candidate.shape.devices == 16
+        check_fit(apply(config, candidate), arch, candidate.shape)
+    assert {c.zero for c in found} == {0, 1, 2, 3}
+    assert {c.shape.model for c in found} == {1, 2, 4}
+    assert {c.shape.stage for c in found} == {1, 2, 4}
+
+
+def test_the_order_is_the_same_every_time_and_faster_plans_come_first():
+    config = settings("llama3-8b", 64, 8192)
+    first, second = search(config, "h100:8"), search(config, "h100:8")
+    assert first.order == second.order
+    seconds = [plan.seconds for plan in first.fitting]
+    assert all(later > earlier * 0.97 for earlier, later in pairwise(seconds))
+    assert all(plan.memory.total <= first.limit for plan in first.fitting)
+
+
+def test_pins_hold():
+    config = replace(settings("llama3-8b", 64, 8192), zero=1)
+    found = search(config, "h100:8", mesh={"model": 2, "data": -1}, zero=1, remat="full")
+    for plan in found.fitting:
+        c = plan.candidate
+        assert (c.shape.model, c.shape.data, c.zero, c.remat) == (2, 4, 1, "full")
+
+
+def test_memory_limit_moves_the_choice():
+    config = settings("llama3-8b", 64, 8192)
+    arch, target = architecture(config.model), parse_target("h100:8")
+    tight = ranking.search(config, arch, target, Pins({}, {}), memory_limit=40 * GIB)
+    free = ranking.search(config, arch, target, Pins({}, {}))
+    assert tight.fitting[0].memory.total <= 40 * GIB < free.fitting[0].memory.total
+    assert tight.fitting[0].seconds > free.fitting[0].seconds
+
+
+def test_an_unknown_machine_gets_an_order_without_seconds():
+    found = search(settings("toy-1m", 32, 128), "cpu:8")
+    assert not found.timed
+    assert found.mfu(found.fitting[0]) is None
+    assert "No time is predicted" in " ".join(reasons(found, found.fitting[0]))
+
+
+# The command.
+
+
+def plan(capsys, *arguments):
+    """Exit code, stdout and stderr of the command."""
+    code = cli.run(["plan", *arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+LLAMA = ("--model.preset", "llama3-8b", "--train.global_batch", "64", "--data.seq_len", "8192", "--confirm", "0")
+
+
+def test_json_is_the_contract(capsys):
+    code, out, _ = plan(capsys, *LLAMA, "--target", "h100:8", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert set(result) == {"target", "model", "plans"}
+    first = result["plans"][0]
+    assert list(first) == [
+        *("command", "mesh", "zero", "remat", "microbatches", "accumulation", "offload", "memory", "compiled_peak"),
+        *("fits", "step_seconds", "mfu", "reasons"),
+    ]
+    assert list(first["memory"]) == [
+        *("parameters", "gradients", "optimizer", "master", "activations", "logits", "buffers", "host", "total")
+    ]
+    assert first["compiled_peak"] is None
+    assert first["fits"]
+    assert 0 < first["mfu"] < 1
+
+
+def test_the_command_of_a_plan_is_understood_and_says_the_same(capsys):
+    _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8", "--json")
+    for each in json.loads(out)["plans"]:
+        words = shlex.split(each["command"])
+        assert words[:2] == ["python", "run.py"]
+        config = cli.understand(words[2:]).config
+        assert (config.zero, config.train.remat, config.train.accumulation, config.train.offload) == (
+            each["zero"],
+            each["remat"],
+            each["accumulation"],
+            each["offload"],
+        )
+        assert str(resolve_mesh(config.mesh, 8)) == each["mesh"]
+        assert config.train.microbatches == each["microbatches"]
+        assert config.train.precision == "bf16"
+        assert (config.model.preset, config.data.seq_len) == ("llama3-8b", 8192)
+
+
+def test_what_a_file_says_is_overridden_where_the_plan_differs(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "zero: 3\nmodel: {preset: gpt2-124m}\ndata: {seq_len: 512}\n"
+        "train: {global_batch: 16, accumulation: 4, remat: full, precision: bf16}\n"
+    )
+    code, out, _ = plan(capsys, "--config", str(file), "--target", "h100:1", "--confirm", "0", "--best")
+    assert code == 0
+    config = cli.understand(shlex.split(out)[2:]).config
+    assert (config.zero, config.train.accumulation, config.train.remat) == (0, 1, "none")
+
+
+def test_best_prints_the_command_alone(capsys):
+    code, out, err = plan(capsys, *LLAMA, "--target", "h100:8", "--best")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    assert out.startswith("python run.py --model.preset llama3-8b")
+
+
+def test_the_table_says_why_and_how_to_confirm(capsys):
+    code, out, _ = plan(capsys, *LLAMA, "--target", "h100:8")
+    assert code == 0
+    for words in ("Why the first", "Run it", "estimates", "--confirm 3", "collectives over", "does not fit"):
+        assert words in out
+
+
+def test_fewest_devices(capsys):
+    _, out, _ = plan(capsys, *LLAMA, "--target", "h100:64", "--fewest", "--json")
+    result = json.loads(out)
+    assert result["target"] in ("h100:1", "h100:2", "h100:4")
+    assert result["plans"][0]["fits"]
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (("--target", "h10:8"), ("h10", "h100")),
+        (("--target", "h100:8", "--model.preset", "lama3-8b"), ("lama3-8b", "did you mean 'llama3-8b'")),
+        (("--target", "h100:64", "--mesh", "tp=7,dp=-1"), ("tp=7", "64 devices")),
+        (("--target", "h100:64", "--mesh", "tp=64"), ("n_heads = 32", "tp = 64")),
+        (("--target", "h100:8", "--network", "fast"), ("fast", "gbps=25")),
+        (("--target", "h100:8", "--memory_limit", "-1"), ("memory_limit", "positive")),
+        (("--target", "h100:8", "--zero", "0", "--train.remat", "none", "--mesh", "dp=8"), ("--zero 0", "GiB")),
+        (("--target", "h100:8", "--train.microbatches", "4", "--mesh", "dp=8"), ("--train.microbatches 4",)),
+    ],
+)
+def test_bad_input(capsys, arguments, words):
+    base = LLAMA[2:] if "--model.preset" in arguments else LLAMA
+    code, out, err = plan(capsys, *base, *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_a_model_that_fits_nowhere_names_the_smallest_hardware(capsys):
+    arguments = ("--model.preset", "llama3-70b", "--train.global_batch", "64", "--data.seq_len", "4096")
+    code, _, err = plan(capsys, *arguments, "--confirm", "0", "--target", "h100:1")
+    assert code == 2
+    assert "the smallest h100 target that fits is h100:" in err
+    assert "needs" in err
+
+
+# Confirmation.
+
+
+class _Peak:
+    def __init__(self, peak):
+        self.memory = type("Memory", (), {"peak": peak})
+
+
+def confirmed(monkeypatch, verdict, confirm=2):
+    """Plans of llama3-8b on h100:8 when the compiler's answer is verdict(config)."""
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    answer = lambda config, target, vocab: type("Confirmed", (), {"result": verdict(config, target)})
+    monkeypatch.setattr(planner, "compile_step", answer)
+    found = search(settings("llama3-8b", 64, 8192), "h100:8")
+    return planner.offered(found, Given({}), confirm)
+
+
+def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
+    plans, _ = confirmed(monkeypatch, lambda config, target: _Peak(50 * GIB))
+    assert [plan.compiled_peak for plan in plans[:3]] == [50 * GIB, 50 * GIB, None]
+
+
+def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
+    asked = []
+
+    def verdict(config, target):
+        asked.append((config.mesh, config.zero, config.train.remat))
+        refused = len(asked) <= 2
+        return DoesNotFit(target, 90 * GIB, 80 * GIB, "no") if refused else _Peak(60 * GIB)
+
+    plans, notes = confirmed(monkeypatch, verdict)
+    offered = [(str(p.scored.candidate.shape), p.scored.candidate.zero, p.scored.candidate.remat) for p in plans]
+    confirmed_keys = {key for key, plan in zip(offered, plans, strict=True) if plan.compiled_peak}
+    assert len(confirmed_keys) == 2
+    assert not {*asked[:2]} & {*offered} - confirmed_keys
+    assert sum("Not offered" in note for note in notes) == 2
+
+
+def test_a_compiled_peak_above_the_limit_is_a_refusal(monkeypatch):
+    with pytest.raises(InputError, match="refuses every layout"):
+        confirmed(monkeypatch, lambda config, target: _Peak(100 * GIB), confirm=1)
+
+
+# For `train`.
+
+
+def test_automatic_mesh_keeps_what_the_user_changed():
+    config = replace(settings("llama3-8b", 64, 8192), mesh="auto", zero=2)
+    chosen = planner.automatic_mesh(config, parse_target("h100:8"))
+    assert chosen.zero == 2
+    assert resolve_mesh(chosen.mesh, 8).devices == 8
+
+
+def test_memory_forecast_warns():
+    config = settings("llama3-8b", 64, 8192)
+    arch, target = architecture(config.model), parse_target("h100:8")
+    line, fits = planner.memory_forecast(config, arch, resolve_mesh("dp=8", 8), target)
+    assert line.startswith("predicted: ")
+    assert "GiB of 79.11 GiB" in line
+    assert not fits
