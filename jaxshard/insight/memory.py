@@ -9,6 +9,9 @@ peak is the largest of them:
     backward  saved activations + gradients of the blocks + head gradient + one block's working set
     update    all gradients, once more where an optimizer reads them in another layout
 
+A pipeline of two stages has phases of one tick, which XLA unrolls on GPUs; it then keeps the zeros that loops over
+layers begin with a second time (seen in every such case).
+
 Counts of saved arrays per policy are those of jax's partial evaluation of `Block`; the working sets are what XLA's
 buffer assignment holds at its peak (docs/planner-memory.md compares both with the compiler, case by case).
 
@@ -132,6 +135,8 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     table = head * local.width if gathers or shape.model * shape.stage > 1 else 0
     producing = groups["blocks"] // chunks
     stacks = local.layers * kept + ring
+    twice = platform == "gpu" and shape.stage == 2 and microbatches > 1 and chunks == 1
+    again = local.layers * kept + producing if twice and config.train.schedule != "gpipe" else 0
     logits = logits_bytes(config, local)
     weights, unreduced = block_buffers(config, arch, shape)
     batch = state.batch + state.counters
@@ -141,7 +146,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
             sums + producing,
             stacks + working_set(arch, local, platform),
             0,
-            head_gradient + weights + unreduced,
+            head_gradient + weights + unreduced + again,
         ),
         "embedding": (sums + producing, 2 * local.wide * local.wide_width, 0, 2 * head_gradient),
         "update": (max(sums, sum(groups.values())) + _relaid(config, shape, groups), 0, 0, 0),
