@@ -1,0 +1,131 @@
+"""Rematerialisation: what is kept falls from policy to policy, gradients stay, and a gathered weight is never kept."""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layout_table import table
+
+from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.errors import InputError
+from jaxshard.insight import absent
+from jaxshard.insight.compile import Compiled, compile_for
+from jaxshard.insight.hardware import parse_target
+from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
+from jaxshard.parallel import remat
+from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.training.gradients import gradients
+from jaxshard.training.invariance import compile_quickly, synthetic_batch
+from jaxshard.training.program import Program, build_program
+
+needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
+
+
+def config(mesh: str, zero: int = 0, batch: int = 8, length: int = 32, remat: str = "none", **model: Any) -> Config:
+    sizes = dict(family="llama", d_model=32, n_layers=4, n_heads=4, n_kv_heads=4, d_ff=64, vocab_size=64, dropout=0.1)
+    return Config(
+        mesh=mesh,
+        zero=zero,  # pyright: ignore[reportArgumentType]
+        model=ModelConfig(**(sizes | model)),
+        data=DataConfig(seq_len=length),
+        train=TrainConfig(global_batch=batch, remat=remat),
+    )
+
+
+def program(devices: int, *args: Any, **options: Any) -> Program:
+    return build_program(config(*args, **options), jax.devices()[:devices])
+
+
+def temporaries(made: Program) -> int:
+    """Bytes of the compiled step beside its arguments and results."""
+    step = compile_quickly(made.step.lower(made.abstract, made.abstract_batch()), made)
+    return step.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_temporaries_fall_in_order(family):
+    none, dots, one, full = (
+        temporaries(program(2, "dp=2", remat=kind, family=family)) for kind in ("none", "dots", "names:query", "full")
+    )
+    assert none > dots > one > full
+    # What dots keeps beside full is those arrays of every layer: named outputs [B / 2, T, their width] in fp32.
+    widths = {"mlp_gate": 64 if family == "llama" else 0, "mlp_up": 64}
+    kept = sum(widths.get(name, 32) for name in DOT_NAMES) * 4 * 4 * 32 * 4
+    assert one - full == pytest.approx(4 * 4 * 32 * 32 * 4, rel=0.25) and dots - full < 1.25 * kept
+
+
+@cache
+def gradients_under(kind: str) -> dict[str, np.ndarray]:
+    made = program(4, "dp=2,tp=2", 3, length=8, remat=kind)
+    params = compile_quickly(made.init.lower(), made)().params
+    args = (params, made.place(synthetic_batch(64, 8, 8, True)), jnp.int32(5), jnp.float32(1))
+    found = compile_quickly(jax.jit(partial(gradients, made.recipe)).lower(*args), made)(*args)[0]
+    return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(found)}
+
+
+@pytest.mark.parametrize("kind", ["dots", "full", "offload", "names:attention,mlp_hidden"])
+def test_gradients_are_those_of_none_with_dropout_on(kind):
+    for path, expected in gradients_under("none").items():
+        assert np.abs(gradients_under(kind)[path] - expected).max() <= 1e-6 * np.abs(expected).max(), path
+
+
+def test_the_layout_table_holds_every_policy_to_one_device():
+    kinds = {case.train.get("remat", "none").partition(":")[0] for case in table.CASES}
+    assert kinds == {"none", "dots", "full", "offload", "names"}
+
+
+def growth_per_layer(zero: int) -> float:
+    """Bytes by which the step's temporaries grow with one more layer whose weights are large and activations small."""
+    wide = dict(d_model=64, d_ff=256, dropout=0.0, n_kv_heads=4)
+    few, many = (temporaries(program(8, "dp=8", zero, length=4, n_layers=n, **wide)) for n in (2, 6))
+    return (many - few) / 4
+
+
+LAYER = 4 * (4 * 64 * 64 + 3 * 64 * 256)
+"""Bytes of one layer's matrices, gathered."""
+
+
+def test_gathered_weights_are_not_kept_for_the_backward_pass():
+    assert growth_per_layer(3) < 0.75 * LAYER
+
+
+def test_a_policy_that_keeps_gathered_weights_is_seen(monkeypatch):
+    monkeypatch.setattr(remat, "_all_but_weights", lambda *_, **__: True)
+    assert growth_per_layer(3) > LAYER
+
+
+def test_names_that_do_not_exist_are_refused():
+    assert remat.parse_remat("names:query,mlp_out", SAVED_NAMES) == ("query", "mlp_out")
+    for text, part in (("dot", "'dots'"), ("names:querry", "'query'"), ("names:", "no activation"), ("", "not known")):
+        with pytest.raises(InputError, match=part):
+            remat.parse_remat(text, SAVED_NAMES)
+
+
+def test_every_name_exists_in_the_model():
+    """A name that no activation has would keep nothing, in silence."""
+    for family in ("llama", "gpt2"):
+        made = program(1, "dp=1", length=8, family=family)
+        args = (made.abstract.params, made.abstract_batch(), made.abstract.step, jnp.float32(1))
+        text = str(jax.make_jaxpr(partial(gradients, made.recipe))(*args))
+        missing = {name for name in SAVED_NAMES if f"name={name}" not in text}
+        assert missing <= ({"mlp_gate"} if family == "gpt2" else set())
+
+
+@pytest.mark.slow
+@needs_tpu
+def test_on_a_tpu_offload_is_below_full_and_the_rest_is_in_host_memory():
+    target = parse_target("v5e:2x2")
+    seen = {}
+    for kind in ("none", "dots", "full", "offload"):
+        sizes = dict(d_model=256, n_heads=2, n_kv_heads=2, d_ff=512)
+        mesh = absent.mesh_for(target, resolve_mesh("dp=4", 4))
+        made = build_program(config("dp=4", length=512, remat=kind, **sizes), absent.devices_for(target), mesh=mesh)
+        compiled = compile_for(target, made.step, made.abstract, made.abstract_batch(), buffers=False)
+        assert isinstance(compiled, Compiled) and compiled.spmd_warnings == ()
+        seen[kind] = compiled.memory
+    used = [seen[kind].temporaries for kind in ("none", "dots", "full", "offload")]
+    assert used == sorted(used, reverse=True) and len(set(used)) == 4
+    assert seen["offload"].host > 0 and seen["full"].host == 0
