@@ -120,9 +120,12 @@ def check_case(case: tuple) -> Outcome:
     return found
 
 
+STREAMED = CASES["stream zero-1 tp"]
+
+
 @pytest.fixture(scope="module")
 def streamed() -> Outcome:
-    return check_case(CASES["stream zero-1 tp"])
+    return check_case(STREAMED)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "stream zero-1 tp"])
@@ -141,8 +144,11 @@ def test_resumed_state_lies_in_host_memory_and_goes_on(streamed, tmp_path):
     with Checkpoints(tmp_path, keep=1) as saved:
         saved.save(3, streamed.state, {})
         restored, _ = saved.restore(3, program.abstract, axes=program.logical_axes, sizes={"vocab": VOCAB})
+        bare = plain(*STREAMED[:3], tuple(STREAMED[3].items())).program
+        without, _ = saved.restore(3, bare.abstract, axes=bare.logical_axes, sizes={"vocab": VOCAB})
     in_place(restored)
-    assert apart(restored, streamed.state) == 0
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(without)} == {"device"}
+    assert apart(restored, streamed.state) == 0 and apart(without, streamed.state) == 0
     counts = [int(x) for x in jax.tree.leaves(restored.moments) if x.ndim == 0]
     assert counts == [3], "a count that moves once an update, not once a layer"
     kept = jax.device_get(restored)
