@@ -331,5 +331,6 @@ def test_every_command_takes_its_options_as_keywords(each: Command):
     tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
     (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     accepted = {argument.arg for argument in function.args.kwonlyargs}
-    assert accepted == {"console", *(field.name for field in dataclasses.fields(each.options))}
+    extra = {"given"} if each.wants_given else set()
+    assert accepted == {"console", *extra, *(field.name for field in dataclasses.fields(each.options))}
     assert len(function.args.args) == 1, "one positional argument: the configuration"
