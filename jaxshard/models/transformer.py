@@ -18,6 +18,7 @@ from flax import nnx
 from jaxshard.models.layers import Block, Context, Norm, TokenInfo, dropout, weight
 from jaxshard.models.lookup import LookupSpec, lookup
 from jaxshard.models.presets import Architecture
+from jaxshard.models.products import whole_gradient
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class Model:
         """Looks tokens (and learned positions) up; returns the residual stream [B, T, D] in the compute type."""
         spec = LookupSpec(ctx.vocab_parts, ctx.groups, ctx.dtype, ctx.shard)
         x = lookup(spec, embedding["tokens"], tokens_BxT)
-        x = ctx.shard(x, ("batch", "residual_sequence", "embed"))
         if "positions" in embedding:
             x = x + lookup(replace(spec, parts=1), embedding["positions"], info.positions)
+            x = whole_gradient(ctx.shard, ("batch", "sequence", "embed"), x)
+        x = ctx.shard(x, ("batch", "residual_sequence", "embed"))
         x = dropout(x, ctx.dropout, info.keys, 0)
         return ctx.shard(x, ("batch", "residual_sequence", "embed"), "residual")
 
