@@ -1,0 +1,169 @@
+"""Found against expected: what is missing, what is unexpected, and what a compiler only does in another way.
+
+Known rewrites, named where they are met: the CPU compiler forms no reduce-scatter and has no 16-bit arithmetic; the TPU
+compiler sums whole arrays where they are small or awkward to scatter, gathers short vectors by a sum, and joins sums over
+two axes; any compiler may move a sum out of the accumulation loop. On GPUs an all-reduce in place of a reduce-scatter is
+not excused: it moves twice the bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from jaxshard.insight.expected import Expected, expected, open_families, vector_bounds
+from jaxshard.insight.facts import Facts
+from jaxshard.insight.ledger import Row
+from jaxshard.insight.reasons import FAMILIES, FLOATS
+
+LEAST_THRESHOLD = 1024
+"""Unexpected bytes of a step that never matter."""
+THRESHOLD = 0.005
+"""Unexpected bytes that do not matter, as a share of all bytes of a step."""
+_ACTIVATIONS = ("row", "column", "sequence", "embedding", "loss-input", "kv")
+_EXTRA_REDUCE = "all-reduce where a reduce-scatter would do (twice the bytes on the wire)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Traffic that is missing or unexpected."""
+
+    reason: str
+    axes: tuple[str, ...]
+    bytes: int
+    """Over all calls of one step."""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Found against expected."""
+
+    expected: tuple[Expected, ...]
+    missing: tuple[Difference, ...]
+    unexpected: tuple[Difference, ...]
+    rewrites: tuple[str, ...]
+    """What the compiler does in another way than asked, in words."""
+    unpredicted: tuple[str, ...]
+    """Families without a closed form, in words."""
+    threshold: int
+    """Unexpected bytes that do not matter."""
+
+    @property
+    def failures(self) -> list[Difference]:
+        """Unexpected traffic that matters."""
+        return [item for item in self.unexpected if item.bytes > self.threshold]
+
+
+def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | None = None) -> Check:
+    """Compares a ledger with what is expected.
+
+    Args:
+        found: the ledger of a training step.
+        facts: of that step.
+        platform: cpu, gpu or tpu: what its compiler is known to rewrite.
+        threshold: unexpected bytes that do not matter; by default a share of all bytes.
+    """
+    rows = list(found)
+    limit = max(LEAST_THRESHOLD, int(THRESHOLD * sum(row.total for row in rows))) if threshold is None else threshold
+    compare = _Comparison(facts, platform)
+    wanted, unpredicted = expected(facts), open_families(facts)
+    vectors = [row for row in rows if row.family == "vector"]
+    rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
+    if unpredicted:
+        rows = [row for row in rows if not _of_optimizer(row, facts)]
+    for family in dict.fromkeys([row.family for row in (*wanted, *rows)]):
+        compare.family(
+            family,
+            [compare.as_asked(row) for row in rows if row.family == family],
+            [row for row in wanted if row.family == family],
+        )
+    compare.vectors(vectors)
+    return Check(
+        tuple(wanted),
+        tuple(compare.missing),
+        tuple(compare.unexpected),
+        tuple(compare.rewrites),
+        tuple(unpredicted.values()),
+        limit,
+    )
+
+
+def _of_optimizer(row: Row, facts: Facts) -> bool:
+    """Traffic of the optimizer's own arithmetic: neither of the passes, and not the parameters in their type."""
+    if row.phase != "outside" or row.family not in ("", "update", "vector"):
+        return False
+    parameters = row.family == "update" and row.bytes and row.dtype == FLOATS[facts.parameter_bytes]
+    return not parameters or "optimizer.py" in row.source or "_muon.py" in row.source
+
+
+class _Comparison:
+    """Collects differences and rewrites, family by family."""
+
+    def __init__(self, facts: Facts, platform: str):
+        self.facts, self.platform = facts, platform
+        self.missing: list[Difference] = []
+        self.unexpected: list[Difference] = []
+        self.rewrites: dict[str, None] = {}
+
+    def as_asked(self, row: Row) -> Row:
+        """A row with its bytes in the type that was asked for."""
+        asked = self.facts.activation_bytes if row.family in _ACTIVATIONS else self.facts.parameter_bytes
+        narrow = row.family in (*_ACTIVATIONS, "gather", "update") and asked == 2
+        if self.platform == "cpu" and narrow and row.dtype == "f32":
+            self.rewrites["16-bit arrays travel as f32, twice the bytes: this CPU compiler computes in f32"] = None
+            return replace(row, bytes=row.bytes // 2)
+        return row
+
+    def family(self, family: str, rows: list[Row], wanted: list[Expected]) -> None:
+        """Compares the bytes of one family over each set of axes."""
+        if not wanted:
+            self.unexpected += [Difference(row.reason, row.axes, row.total, row.source) for row in rows]
+            return
+        text = FAMILIES[family]
+        rows = [part for row in rows for part in self._apart(row, text, {want.axes for want in wanted})]
+        for axes in dict.fromkeys(row.axes for row in (*wanted, *rows)):
+            have, want = [r for r in rows if r.axes == axes], [r for r in wanted if r.axes == axes]
+            self._kinds(text, have, {row.kind for row in want})
+            got, most, least = sum(r.total for r in have), sum(r.total for r in want), sum(r.least for r in want)
+            if got > most:
+                words = dict.fromkeys(row.reason for row in have)
+                self.unexpected.append(Difference(" / ".join(words), axes, got - most, have[-1].source))
+            elif got < least:
+                self.missing.append(Difference(text, axes, least - got))
+            elif got < most and any(row.hoistable for row in want):
+                self.rewrites[f"{text}: a sum is moved out of the accumulation loop, once instead of in every part"] = (
+                    None
+                )
+
+    def _apart(self, row: Row, text: str, known: set[tuple[str, ...]]) -> list[Row]:
+        """A TPU's sum over replica and data, as the scatter over data and the sum of the parts over replica it is for."""
+        joins = self.platform != "gpu" and row.kind == "all-reduce" and row.axes == ("replica", "data")
+        if not joins or row.axes in known or ("data",) not in known:
+            return [row]
+        self.rewrites[f"{text}: one all-reduce over replica and data, for a reduce-scatter and one of the parts"] = None
+        part = replace(row, axes=("replica",), bytes=row.bytes // self.facts.mesh.data)
+        return [replace(row, axes=("data",)), part]
+
+    def _kinds(self, text: str, have: list[Row], wanted: set[str]) -> None:
+        """Names what is done as another kind of collective; on GPUs a sum for a scatter is an error."""
+        for kind in {row.kind for row in have} - wanted if wanted else ():
+            if kind == "all-reduce" and "reduce-scatter" in wanted:
+                if self.platform == "gpu":
+                    whole = [row for row in have if row.kind == kind]
+                    size = sum(row.total for row in whole)
+                    self.unexpected.append(Difference(f"{text}: {_EXTRA_REDUCE}", whole[0].axes, size, whole[0].source))
+                else:
+                    self.rewrites[f"{text}: all-reduce of which every device keeps a part, for reduce-scatter"] = None
+            elif kind == "all-reduce" and "all-gather" in wanted:
+                self.rewrites[f"{text}: short vectors by an all-reduce of parts among zeros, for all-gather"] = None
+            else:
+                self.rewrites[f"{text}: {kind} for {' and '.join(sorted(wanted))}"] = None
+
+    def vectors(self, rows: list[Row]) -> None:
+        """Gradients of norms and biases: small, over the axes in any order, in the loop or after it."""
+        got = sum(row.total for row in rows)
+        least, most = vector_bounds(self.facts)
+        text, axes = FAMILIES["vector"], tuple(dict.fromkeys(axis for row in rows for axis in row.axes))
+        if got > most:
+            self.unexpected.append(Difference(text, axes, got - most, rows[0].source))
+        elif got < least:
+            self.missing.append(Difference(text, axes or self.facts.used("replica", "data"), least - got))

@@ -1,0 +1,217 @@
+"""What is known of a training step before it is compiled: sizes, types and the rules' decisions, as plain numbers.
+
+The expected traffic is computed from these, and weights are recognised in compiled programs by their shapes; nothing
+here looks at a compiled program.
+
+Shapes: A accumulation parts, B sequences of one part on one device, T sequence, D model width, V padded vocabulary.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
+from jaxshard.parallel.mesh import AXES, MeshShape
+from jaxshard.parallel.remat import parse_remat
+from jaxshard.parallel.rules import local_shape
+from jaxshard.training.program import Program
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFact:
+    """One weight, as one device sees it."""
+
+    path: str
+    group: str
+    """embedding, blocks or head."""
+    role: str
+    """matrix, embedding, norm or bias."""
+    local: Dims
+    """Shape in use: split as the rules split it, whole over `data`, one layer of a stack."""
+    layers: int
+    """Layers on this device; 1 outside the blocks."""
+    spread: bool
+    """Optimizer state is split over `data` (ZeRO-1 and above)."""
+    stored_spread: bool
+    """The parameter itself is split over `data` (ZeRO-3)."""
+    early: bool
+    """The gradient is reduced into its shard as the backward pass makes it (ZeRO-2 and above)."""
+    model_split: bool
+    """Split over `model`."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one layer."""
+        return math.prod(self.local)
+
+    @property
+    def total(self) -> int:
+        """Elements of all layers."""
+        return self.elements * self.layers
+
+    @property
+    def vector(self) -> bool:
+        """Norm scales and biases: small, and not needed again by the backward pass of a product."""
+        return self.role in ("norm", "bias")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A training step, its model and its layout."""
+
+    mesh: MeshShape
+    zero: int
+    family: str
+    layers: int
+    """Layers on one device."""
+    width: int
+    batch: int
+    """Sequences of one accumulation part on one device."""
+    length: int
+    accumulation: int
+    deferred: bool
+    """Gradients are reduced once, after the accumulation loop."""
+    sequence_parallel: bool
+    split_kv: bool
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    saved: tuple[str, ...] | str
+    """What rematerialisation keeps: none (everything), full, dots, offload, or names."""
+    loss_chunks: int
+    loss_positions: int
+    """Positions of all chunks together: T rounded up to whole chunks."""
+    activation_bytes: int
+    """Of one element."""
+    parameter_bytes: int
+    gradient_bytes: int
+    vocab: int
+    """Rows of the vocabulary on one device."""
+    optimizer: str
+    weights: tuple[WeightFact, ...] = field(repr=False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, outermost first."""
+        return dict(zip(AXES, self.mesh.sizes, strict=True))
+
+    def used(self, *axes: str) -> tuple[str, ...]:
+        """Those of the axes that have more than one device, in mesh order."""
+        return tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream [B, T, D] of one part on one device, whole in sequence."""
+        return self.batch * self.length * self.width
+
+    def keeps(self, *names: str) -> bool:
+        """Whether the forward pass keeps any of these activations for the backward pass."""
+        if self.saved in ("none", "full"):
+            return self.saved == "none"
+        return any(name in self.saved for name in names)
+
+    def named(self, dims: Sequence[int]) -> str:
+        """Paths of the weights that have these dims in use: of one layer, or of the whole stack.
+
+        Compilers reorder dims, flatten arrays and cut vectors into tiles, so that only the sizes above 1 count, and of
+        a flat array, or of norms and biases, only the number of elements. Returns "" when there is none.
+        """
+        sizes = tuple(sorted(dim for dim in dims if dim > 1))
+        if sizes in self._names:
+            return self._names[sizes]
+        count = (math.prod(dims),)
+        vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total)}
+        return self._names.get(count, "") if len(sizes) == 1 or count[0] in vectors else ""
+
+    @cached_property
+    def _names(self) -> dict[Dims, str]:
+        table: dict[Dims, list[str]] = {}
+        for weight in self.weights:
+            shapes = [weight.local, (*weight.local, weight.layers)]
+            if weight.spread and self.mesh.replica > 1:  # what is summed over replicas is a shard
+                shapes += [part for dims in shapes for part in _parts(dims, self.mesh.data)]
+            for dims in shapes:
+                for key in (tuple(sorted(dim for dim in dims if dim > 1)), (math.prod(dims),)):
+                    if weight.path not in table.setdefault(key, []):
+                        table[key].append(weight.path)
+        return {key: " or ".join(paths) for key, paths in table.items()}
+
+
+def _parts(dims: Dims, ways: int) -> list[Dims]:
+    """The shapes of a part, whichever dim is cut."""
+    return [(*dims[:i], dim // ways, *dims[i + 1 :]) for i, dim in enumerate(dims) if dim % ways == 0]
+
+
+def facts_of(program: Program) -> Facts:
+    """Reads a program's configuration, architecture and layout."""
+    config, layout, arch = program.config, program.layout, program.model.arch
+    shape, train = layout.shape, config.train
+    saved = parse_remat(train.remat, SAVED_NAMES)
+    if saved in ("dots", "offload"):
+        saved = DOT_NAMES
+    length = config.data.seq_len
+    chunk = min(train.loss_chunk, length)
+    chunks = -(-length // chunk)
+    size = lambda dtype: jnp.dtype(dtype).itemsize
+    return Facts(
+        mesh=shape,
+        zero=config.zero,
+        family=arch.family,
+        layers=arch.n_layers // shape.stage,
+        width=arch.d_model,
+        batch=train.global_batch // (train.accumulation * shape.batch_ways),
+        length=length,
+        accumulation=train.accumulation,
+        deferred=layout.deferred,
+        sequence_parallel=layout.sequence_parallel and shape.model > 1,
+        split_kv=program.recipe.context.split_kv,
+        kv_heads=arch.n_kv_heads,
+        head_dim=arch.head_dim,
+        tied=arch.tie_embeddings,
+        saved=saved,
+        loss_chunks=chunks,
+        loss_positions=chunks * chunk,
+        activation_bytes=size(layout.policy.compute),
+        parameter_bytes=size(layout.policy.parameters),
+        gradient_bytes=size(layout.policy.gradients),
+        vocab=program.model.vocab // (shape.stage * shape.model),
+        optimizer=config.optim.name,
+        weights=tuple(_weights(program)),
+    )
+
+
+def _weights(program: Program) -> list[WeightFact]:
+    rows = jax.tree_util.tree_leaves_with_path(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
+    specs = jax.tree.leaves(program.layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
+    found = []
+    for (path, row), spec in zip(rows, specs, strict=True):
+        stacked = row.axes[0] == "layers"
+        local = local_shape(row.shape, spec.base, program.layout.shape)
+        found.append(
+            WeightFact(
+                path=jax.tree_util.keystr(path, simple=True, separator="."),
+                group=jax.tree_util.keystr(path[:1], simple=True),
+                role=row.role,
+                local=local[1:] if stacked else local,
+                layers=local[0] if stacked else 1,
+                spread=_axes(spec.optimizer) != _axes(spec.base),
+                stored_spread=_axes(spec.parameters) != _axes(spec.base),
+                early=_axes(spec.gradients) != _axes(spec.base),
+                model_split="model" in _axes(spec.base),
+            )
+        )
+    return found
+
+
+def _axes(spec: PartitionSpec) -> Counter[str]:
+    entries: list[Any] = [entry for entry in spec if entry is not None]
+    return Counter(axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry))

@@ -1,0 +1,239 @@
+"""Why a collective is there, in words: from where jax's name stack says it comes, its axes, its shape and its kind.
+
+A name stack such as `jit(train_step)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/mlp/...`
+says: the backward pass, within a loop, an activation that is computed again, in the MLP. Shapes tell weights and their
+gradients from activations. For a function of the user's own only the name stack speaks.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxshard.insight.facts import Dims, Facts
+
+Phase = Literal["forward", "recomputed", "backward", "outside"]
+SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")
+SCALARS = 64
+"""An array of at most so many elements is bookkeeping: losses, norms, counts, flags."""
+FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
+BATCH_AXES = {"replica", "data"}
+VOCAB_AXES = {"stage", "model"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a name stack says."""
+
+    phase: Phase
+    """outside: neither forward nor backward pass, such as the optimizer."""
+    scope: str
+    """One of SCOPES, or ""."""
+    loops: int
+    """Loops around it."""
+    operation: str
+    """Last part: the primitive."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why, in words, and the family that it is counted in."""
+
+    family: str
+    """Key of FAMILIES, or "" when nothing known explains it."""
+    text: str
+
+
+FAMILIES = {
+    "gather": "ZeRO-3 parameter gather",
+    "update": "updated parameters gathered (ZeRO-1/2)",
+    "gradient": "gradient reduction",
+    "row": "row-parallel output",
+    "column": "column-parallel input gradient",
+    "sequence": "sequence-parallel gather",
+    "embedding": "vocabulary-parallel embedding",
+    "loss": "vocabulary-parallel loss",
+    "loss-input": "vocabulary-parallel loss, gradient of its input",
+    "kv": "gradient of kv heads that all of the model axis hold",
+    "vector": "gradient reduction of norms and biases",
+    "send": "pipeline send",
+    "stage": "pipeline, value of one stage to all",
+    "optimizer": "optimizer statistics",
+    "bookkeeping": "bookkeeping (loss, norms, counts)",
+}
+"""What is expected of a training step; the expected traffic is computed family by family."""
+
+
+def place(op_name: str) -> Place:
+    """Reads a name stack."""
+    if "rematted_computation" in op_name:
+        phase: Phase = "recomputed"
+    elif "transpose(" in op_name:
+        phase = "backward"
+    else:
+        phase = "forward" if "jvp(" in op_name else "outside"
+    parts = [part for part in re.split(r"[/()]", op_name) if part]
+    scopes = [part for part in parts if part in SCOPES]
+    return Place(phase, scopes[-1] if scopes else "", op_name.count("while/body"), parts[-1] if parts else "")
+
+
+def alternatives(op_name: str, count: int) -> list[str]:
+    """One name for each part of a combined collective; a compiler writes "prefix/(first:second)" when names differ."""
+    found = re.search(r"^(.*?)\(([^()]*(?:\([^()]*\)[^()]*)*:.*)\)$", op_name)
+    options = found[2].split(":") if found else []
+    if found and len(options) == count:
+        return [found[1] + option for option in options]
+    return [op_name] * count
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One array that travels."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dims: Dims
+    dtype: str
+    op_name: str
+    from_parameter: bool = False
+    """The array is read from an argument of the program, or is one layer of a stack."""
+
+    @property
+    def elements(self) -> int:
+        result = 1
+        for dim in self.dims:
+            result *= dim
+        return result
+
+
+def reason(subject: Subject, facts: Facts | None) -> Reason:
+    """The reason for one array's travel; `facts` are those of a training step, None for other functions."""
+    where = place(subject.op_name)
+    small = subject.elements <= SCALARS
+    if not subject.axes or facts is None:
+        return Reason("bookkeeping" if small else "", _generic(subject, where))
+    axes = set(subject.axes)
+    found = None
+    if axes <= BATCH_AXES:
+        found = _batch_reason(subject, where, facts)
+    elif axes <= VOCAB_AXES:
+        found = _model_reason(subject, where, facts)
+    elif facts.named(subject.dims) and _small(facts.named(subject.dims), facts) and subject.kind == "all-reduce":
+        found = Reason("vector", _with(FAMILIES["vector"], "sequence parallel"))
+    if not found and small:
+        return Reason("bookkeeping", FAMILIES["bookkeeping"])
+    return found or Reason("", _unexplained(subject, where, facts))
+
+
+def _words(where: Place) -> str:
+    return {"forward": "forward", "recomputed": "recomputed for the backward", "backward": "backward", "outside": ""}[
+        where.phase
+    ]
+
+
+def _with(text: str, *details: str) -> str:
+    shown = ", ".join(detail for detail in details if detail)
+    return f"{text} ({shown})" if shown else text
+
+
+def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None:
+    """Over the data groups: weights, their gradients, or nothing that a rule asks for."""
+    weight = facts.named(subject.dims)
+    if not weight:
+        return None
+    gradient = subject.dtype == FLOATS[facts.gradient_bytes]
+    if subject.kind == "all-gather" or (subject.from_parameter and not gradient):
+        if where.phase == "outside" and not subject.from_parameter:
+            return Reason("update", FAMILIES["update"])
+        layer = f"layer scan, {_words(where)}" if weight.startswith("blocks") else weight.split(".")[0]
+        return Reason("gather", _with(FAMILIES["gather"], layer))
+    if subject.kind in ("all-reduce", "reduce-scatter"):
+        if not gradient or (where.phase == "forward" and where.scope != "loss" and _small(weight, facts)):
+            # A small vector is gathered as a sum in which every device adds its own part.
+            family = "gather" if facts.zero == 3 else "update"
+            return Reason(family, FAMILIES[family])
+        family = "vector" if _small(weight, facts) else "gradient"
+        return Reason(family, _with(FAMILIES[family], _groups(weight)))
+    return None
+
+
+def _small(weight: str, facts: Facts) -> bool:
+    return any(fact.vector for fact in facts.weights if fact.path in weight.split(" or "))
+
+
+def _groups(weight: str) -> str:
+    groups = dict.fromkeys(
+        "layers" if path.startswith("blocks") else path.split(".")[0] for path in weight.split(" or ")
+    )
+    return " and ".join(groups)
+
+
+def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None:
+    """Over tensor-parallel devices: activations, and gradients of weights that all of them hold."""
+    summed = subject.kind in ("all-reduce", "reduce-scatter")
+    if where.scope == "loss" and where.phase != "backward":
+        if subject.elements * facts.loss_chunks == facts.batch * facts.loss_positions and summed:
+            return Reason("loss", _with(FAMILIES["loss"], _loss_part(where)))
+        rows = facts.batch * facts.loss_positions // facts.loss_chunks
+        narrow = facts.vocab != facts.width or "vd->bcd" in subject.op_name
+        if summed and narrow and subject.elements == rows * facts.width:
+            return Reason("loss-input", FAMILIES["loss-input"])
+        return None
+    streams = subject.elements == facts.stream
+    if streams and where.scope == "embedding":
+        if where.phase == "backward":
+            return Reason("sequence", _with(FAMILIES["sequence"], "gradient of the embedding"))
+        return Reason("embedding", FAMILIES["embedding"])
+    if streams and subject.kind == "all-gather" and facts.sequence_parallel:
+        what = {"attention": "attention", "mlp": "MLP", "final_norm": "final norm"}.get(where.scope, "")
+        side = "output's gradient" if where.phase == "backward" else "input"
+        return Reason("sequence", _with(FAMILIES["sequence"], f"{what} {side}".strip(), _words(where)))
+    if streams and summed:
+        branch = {"attention": "attention", "mlp": "MLP"}.get(where.scope, "")
+        family = "column" if where.phase == "backward" else "row"
+        return Reason(family, _with(FAMILIES[family], branch, "recomputed" if where.phase == "recomputed" else ""))
+    heads = (facts.batch * facts.length * facts.head_dim * n for n in (1, 2, facts.kv_heads, 2 * facts.kv_heads))
+    if not facts.split_kv and subject.elements in heads and where.scope == "attention":
+        return Reason("kv", FAMILIES["kv"])
+    weight = facts.named(subject.dims)
+    if weight and summed and _small(weight, facts) and where.phase != "forward":
+        return Reason("vector", _with(FAMILIES["vector"], "sequence parallel"))
+    return None
+
+
+def _loss_part(where: Place) -> str:
+    return "maximum" if where.operation == "reduce_max" else "sum" if where.operation == "reduce_sum" else ""
+
+
+def _unexplained(subject: Subject, where: Place, facts: Facts) -> str:
+    """No rule asks for it: what it looks like."""
+    axes = " and ".join(subject.axes)
+    if where.scope == "loss" and (facts.vocab in subject.dims or _whole_vocab(facts) in subject.dims):
+        return f"logits travel over {axes}: the loss is not vocabulary-parallel"
+    weight = facts.named(subject.dims)
+    if weight:
+        return f"{weight.split(' or ')[0]} (or its gradient) travels over {axes}, where no rule splits it"
+    return f"an activation travels over {axes}: {_generic(subject, where)}"
+
+
+def _whole_vocab(facts: Facts) -> int:
+    return facts.vocab * facts.mesh.stage * facts.mesh.model
+
+
+def _generic(subject: Subject, where: Place) -> str:
+    """What the name stack says, for any function."""
+    what = {
+        "all-reduce": "sum over devices",
+        "reduce-scatter": "sum over devices, each keeps a part",
+        "all-gather": "parts gathered",
+        "all-to-all": "parts exchanged",
+        "collective-permute": "sent to a neighbour",
+    }.get(subject.kind, subject.kind)
+    operation = "" if where.operation in ("body", "while", "") else where.operation
+    inner = f"in {where.scope}" if where.scope else f"in a loop ({where.loops} deep)" if where.loops else ""
+    return _with(what, operation, inner, _words(where))
+
+
+def weight_paths(dims: Sequence[int], facts: Facts | None) -> str:
+    """Names of the weights of this shape, for the source column."""
+    return facts.named(dims) if facts else ""
