@@ -40,13 +40,20 @@ class LossSpec:
     shard: Callable[..., jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cross_entropy(spec: LossSpec, x_BxTxD: jax.Array, w_VxD: jax.Array, targets_BxT: jax.Array) -> Any:
+def cross_entropy(
+    spec: LossSpec, x_BxTxD: jax.Array, w_VxD: jax.Array, targets_BxT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Sums over all positions with a target: (objective, cross-entropy), scalars in the type of w.
 
     The objective is cross-entropy + z_loss x logsumexp^2. Only the objective carries a gradient.
     """
-    sums, _ = _run(spec, x_BxTxD, w_VxD, targets_BxT, with_gradients=False)
+    sums: Any = _cross_entropy(spec, x_BxTxD, w_VxD, targets_BxT)
+    return sums[0], sums[1]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(spec: LossSpec, x, w, targets) -> Any:
+    sums, _ = _run(spec, x, w, targets, with_gradients=False)
     return sums
 
 
@@ -60,7 +67,7 @@ def _backward(spec, saved, cotangents):
     return (dx * scale.astype(dw.dtype)).astype(dx.dtype), dw * scale.astype(dw.dtype), None
 
 
-cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward)
 
 
 @jax.named_scope("loss")
