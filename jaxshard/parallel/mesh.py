@@ -148,7 +148,8 @@ def _cpu_devices(wanted: int, exact: bool) -> list[Device]:
         # With a CPU asked for, a GPU or TPU plugin that happens to be installed must not be started.
         jax.config.update("jax_platforms", "cpu")
         # More than are wanted may have been asked for already, for other meshes of the same process.
-        jax.config.update("jax_num_cpu_devices", max(wanted, jax.config.jax_num_cpu_devices)  # pyright: ignore[reportAttributeAccessIssue])
+        asked = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", max(wanted, asked))
     except RuntimeError:
         pass  # The backend runs already; what it has is checked below.
     devices = jax.devices("cpu")
