@@ -37,6 +37,8 @@ def test_commands_run_in_their_order(tmp_path, monkeypatch, capsys):
             arguments += SMALL.split()
         elif "--resume" in arguments:
             arguments += ["--train.steps", "4"]
+        elif arguments[0] == "plan":
+            arguments += ["--confirm", "0"]
         assert run(arguments) == 0, (line, capsys.readouterr().err)
     assert json.loads((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
 
