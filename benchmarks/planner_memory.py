@@ -72,6 +72,7 @@ CASES = (
     Case("h100:8", "llama3-8b", "pp=4,dp=2", 0, 32, 4096, {"remat": "dots", "microbatches": 8}),
     Case("h100:8", "llama3-8b", "pp=2,dp=2,tp=2", 1, 32, 4096, {"remat": "full", "microbatches": 8}),
     Case("h100:8", "llama3-8b", "pp=2,dp=2,tp=2", 1, 32, 4096, {"remat": "dots", "microbatches": 8}),
+    Case("h100:8", "llama3-8b", "pp=2,dp=2,tp=2", 0, 32, 4096, {"remat": "full", "microbatches": 8}),
     Case(
         *("h100:8", "llama2-7b", "pp=2,tp=4", 0, 16, 4096),
         {"remat": "dots", "microbatches": 8, "schedule": "interleaved", "virtual_stages": 2},
@@ -159,7 +160,7 @@ HEAD = """# Memory: the closed form against the compiler
 
 `python benchmarks/planner_memory.py` compiles every case for chips that are absent and compares the compiler's figures
 with `jaxshard/insight/memory.py`, which knows shapes and rules only. *Arguments* is the state and the batch on one
-device, to the byte; *peak* all that one run takes. On GPUs the compiler never refuses: *fits* compares its peak with
+device; *off by* is 0 on GPUs, while TPUs pad small arrays to whole tiles. *Peak* is all that one run takes. On GPUs the compiler never refuses: *fits* compares its peak with
 the chip's memory.
 
 """
