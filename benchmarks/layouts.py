@@ -94,7 +94,7 @@ CASES = (
     _case("gqa", "dp=8", 2),
     _case("gqa", "dp=8", 3),
     _case("mha", "dp=8", 3),
-    _case("gpt2", "dp=8", 3),
+    _case("gpt2", "dp=4", 3),
     # Tensor parallelism: kv heads that divide, and fewer than tp.
     _case("gqa", "tp=2"),
     _case("gqa", "tp=4"),
