@@ -160,8 +160,8 @@ HEAD = """# Memory: the closed form against the compiler
 
 `python benchmarks/planner_memory.py` compiles every case for chips that are absent and compares the compiler's figures
 with `jaxshard/insight/memory.py`, which knows shapes and rules only. *Arguments* is the state and the batch on one
-device; *off by* is 0 on GPUs, while TPUs pad small arrays to whole tiles. *Peak* is all that one run takes. On GPUs the compiler never refuses: *fits* compares its peak with
-the chip's memory.
+device; *off by* is 0 on GPUs, while TPUs pad small arrays to whole tiles. *Peak* is all that one run takes. On GPUs the
+compiler never refuses: *fits* compares its peak with the chip's memory.
 
 """
 

@@ -1,5 +1,6 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -158,8 +159,8 @@ def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[
             continue
         if len(refused) > 2 * confirm:
             continue
-        peak = _compiled_peak(found, scored, notes)
-        if peak is None:
+        good, peak = _verdict(found, scored, notes)
+        if not good:
             refused[key] = scored.memory.total
             continue
         compiled += 1
@@ -167,25 +168,33 @@ def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[
         yield scored, peak
 
 
-def _compiled_peak(found: Search, scored: Scored, notes: list[str]) -> int | None:
-    """The compiler's bytes on a device, or None (and a note) where it refuses or needs too much."""
-    name = f"{scored.candidate.shape}, ZeRO-{scored.candidate.zero}, remat {scored.candidate.remat}"
+def _verdict(found: Search, scored: Scored, notes: list[str]) -> tuple[bool, int | None]:
+    """(whether the compiler takes a layout, its bytes on a device); a note where it does not.
+
+    The bytes are None where host memory is used and the compiler for absent devices cannot handle that: it says so with
+    an internal error, which is no verdict on the layout.
+    """
+    c = scored.candidate
+    name = f"{c.shape}, ZeRO-{c.zero}, remat {c.remat}"
     vocab = BYTE_TOKENS if found.config.data.tokenizer == "bytes" else None
     try:
-        result = compile_step(apply(found.config, scored.candidate), found.target, vocab).result
+        result = compile_step(apply(found.config, c), found.target, vocab).result
     except (InputError, jax.errors.JaxRuntimeError) as error:
-        notes.append(f"Not offered: {name}: the compiler says {str(error).splitlines()[0][:200]}")
-        return None
+        said = str(error).splitlines()[0][:200]
+        if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
+            notes.append(f"Not confirmed: {name} with host memory: the compiler for absent devices fails ({said}).")
+            return True, None
+        notes.append(f"Not offered: {name}: the compiler says {said}")
+        return False, None
     if isinstance(result, DoesNotFit):
         notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
-        return None
-    allowed = min(found.target.chip.usable_bytes or float("inf"), max(found.limit, limit_of(found.target, None)))
-    if found.limit < limit_of(found.target, None):  # the user's own limit
-        allowed = found.limit
+        return False, None
+    own = found.limit < limit_of(found.target, None)  # the user's --memory_limit
+    allowed = found.limit if own else found.target.chip.usable_bytes or math.inf
     if result.memory.peak > allowed:
         notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {gib(allowed)} may be used.")
-        return None
-    return result.memory.peak
+        return False, None
+    return True, result.memory.peak
 
 
 def command_line(config: Config, candidate: Candidate, given: Given) -> str:
