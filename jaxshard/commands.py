@@ -132,6 +132,35 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
+class ExplainOptions:
+    """Options of explain"""
+
+    target: str = "local"
+    """Hardware to compile for: h100:64, a100:8, h200:8, b200:72, v4:4x4x4, v5e:4x4, v5p:4x4x8, v6e:16x16, cpu:8, or
+    local: the devices that are present or faked."""
+    report: str | None = None
+    """HTML file to write: mesh, slices of every weight, ledger, memory; by default <output>/report.html if there is
+    such a folder."""
+    lock: str | None = None
+    """JSON file of peak bytes, FLOPs and bytes per axis: written if it is not there; else what exceeds it by more than
+    the tolerance is printed and the exit code is 1."""
+    tolerance: float = 0.02
+    """Share by which a locked figure may be exceeded."""
+    threshold: int | None = None
+    """Unexpected bytes a step from which the exit code is 1; by default 0.5 % of all bytes, and at least 1 KiB."""
+    compare: tuple[str, str] | None = None
+    """Two files that --json printed: shows what differs, and compiles nothing."""
+
+    def __post_init__(self):
+        for name, ok, must in (
+            ("tolerance", 0 <= self.tolerance < float("inf"), "0 or a positive number"),
+            ("threshold", self.threshold is None or self.threshold >= 0, "0 or a positive whole number"),
+        ):
+            if not ok:
+                raise InputError(f"{name} is {getattr(self, name)!r}: it must be {must}")
+
+
+@dataclass(frozen=True)
 class Command:
     """One row: the name, one line of help, the function to import, its options, and whether it needs a run."""
 
@@ -179,6 +208,12 @@ COMMANDS = (
         "jaxshard.insight.planner:run",
         PlanOptions(),
         wants_given=True,
+    ),
+    Command(
+        "explain",
+        "Compile the train step, for absent hardware too, and say why every collective is there.",
+        "jaxshard.insight.explain:run",
+        ExplainOptions(),
     ),
     Command(
         "check",

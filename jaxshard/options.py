@@ -102,8 +102,11 @@ def make_parser(options: list[Option], **texts: Any) -> jsonargparse.ArgumentPar
         if option.heading not in headings:
             headings[option.heading] = parser.add_argument_group(option.heading)
         extra: dict[str, Any] = {} if option.bare is None else {"nargs": "?", "const": option.bare}
+        pair = option.hint == (tuple[str, str] | None)  # written as two words after the name
+        if pair:
+            extra = {"nargs": 2}
         headings[option.heading].add_argument(
-            f"--{option.name}", type=option.hint, default=option.default, help=option.doc, **extra
+            f"--{option.name}", type=str if pair else option.hint, default=option.default, help=option.doc, **extra
         )
     return parser
 

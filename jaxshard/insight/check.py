@@ -1,18 +1,18 @@
 """Found against expected: what is missing, what is unexpected, and what a compiler only does in another way.
 
-Known rewrites, named where they are met: the CPU compiler forms no reduce-scatter and has no 16-bit arithmetic; the TPU
-compiler sums whole arrays where they are small or awkward to scatter, gathers short vectors by a sum, and joins sums over
-two axes; any compiler may move a sum out of the accumulation loop. On GPUs an all-reduce in place of a reduce-scatter is
-not excused: it moves twice the bytes.
+Known rewrites, named where they are met: the CPU compiler forms no reduce-scatter and has no 16-bit arithmetic; the
+TPU compiler sums whole arrays where they are small or awkward to scatter, gathers short vectors by a sum, and joins
+sums over two axes; any compiler may move a sum out of the accumulation loop. On GPUs an all-reduce in place of a
+reduce-scatter is not excused: it moves twice the bytes.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxshard.insight.expected import Expected, expected, open_families, vector_bounds
-from jaxshard.insight.facts import Facts
+from jaxshard.insight.facts import FLOATS, Facts
 from jaxshard.insight.ledger import Row
-from jaxshard.insight.reasons import FAMILIES, FLOATS
+from jaxshard.insight.reasons import FAMILIES
 
 LEAST_THRESHOLD = 1024
 """Unexpected bytes of a step that never matter."""
@@ -135,7 +135,7 @@ class _Comparison:
                 )
 
     def _apart(self, row: Row, text: str, known: set[tuple[str, ...]]) -> list[Row]:
-        """A TPU's sum over replica and data, as the scatter over data and the sum of the parts over replica it is for."""
+        """A sum over replica and data, as the scatter over data and the sum of parts over replica that it is for."""
         joins = self.platform != "gpu" and row.kind == "all-reduce" and row.axes == ("replica", "data")
         if not joins or row.axes in known or ("data",) not in known:
             return [row]

@@ -1,8 +1,8 @@
 """The traffic that a training step must have, in closed form: from the model, the rules and the configuration.
 
 Nothing here looks at a compiled program. Psi is the number of parameters on one device in use (split over `model` and
-`stage`, whole over `data`); g, p and a are the bytes of a gradient, parameter and activation; S = a B T D is one residual
-stream. Bytes are those of the full logical result of a call on one device, as in the ledger.
+`stage`, whole over `data`); g, p and a are the bytes of a gradient, parameter and activation; S = a B T D is one
+residual stream. Bytes are those of the full logical result of a call on one device, as in the ledger.
 
 | --zero | over data                                                     | bytes           |
 |--------|---------------------------------------------------------------|-----------------|
@@ -10,16 +10,18 @@ stream. Bytes are those of the full logical result of a call on one device, as i
 | 1, 2   | reduce-scatter of gradients, all-gather of updated parameters | g Psi + p Psi   |
 | 3      | all-gather forward and again backward, reduce-scatter         | 2 p Psi + g Psi |
 
-An all-reduce sends twice what the other two send, so that stages 0 to 2 send alike and stage 3 half as much again (ZeRO,
-Rajbhandari et al. 2020, section 7). ZeRO-2 and 3 reduce in every accumulation part, 0 and 1 once. With `replica` the
-scattered parts are all-reduced over it. Tensor parallelism: 2 all-reduces of S a layer forward and 2 backward (Megatron,
-Shoeybi et al. 2019), each a reduce-scatter and all-gather with sequence parallelism (Korthikanti et al. 2022).
+An all-reduce sends twice what the other two send, so that stages 0 to 2 send alike and stage 3 half as much again
+(ZeRO, Rajbhandari et al. 2020, section 7). ZeRO-2 and 3 reduce in every accumulation part, 0 and 1 once. With `replica`
+the scattered parts are all-reduced over it. Tensor parallelism: 2 all-reduces of S a layer forward and 2 backward
+(Megatron, Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence parallelism (Korthikanti et al.
+2022).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxshard.insight.facts import Facts, WeightFact
+from jaxshard.insight.reasons import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Expected:
         return self.bytes * self.count
 
     @property
+    def reason(self) -> str:
+        """In words."""
+        return f"{FAMILIES[self.family]}: {self.text}"
+
+    @property
     def least(self) -> int:
         """Fewest bytes that are right."""
         return 0 if self.optional else self.bytes if self.hoistable else self.total
@@ -57,6 +64,15 @@ def expected(facts: Facts) -> list[Expected]:
     if facts.used("model"):
         found += _layers(facts)
     return [row for row in found if row.axes and row.total]
+
+
+def not_derived(facts: Facts) -> str:
+    """Why a step cannot be compared, or "". The place for a pipeline's own rows is `expected`."""
+    if facts.mesh.stage > 1:
+        return (
+            "the expected traffic of pipelines is not derived: found traffic is listed with its reasons, not compared"
+        )
+    return ""
 
 
 def open_families(facts: Facts) -> dict[str, str]:

@@ -24,6 +24,8 @@ from jaxshard.parallel.rules import local_shape
 from jaxshard.training.program import Program
 
 Dims = tuple[int, ...]
+FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
+"""Bytes of an element -> its HLO type. fp16's is not told from bf16's: both are 16 bits wide."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxshard.insight.facts import Dims, Facts
+from jaxshard.insight.facts import FLOATS, Dims, Facts
 
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")
 SCALARS = 64
 """An array of at most so many elements is bookkeeping: losses, norms, counts, flags."""
-FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
+
 BATCH_AXES = {"replica", "data"}
 VOCAB_AXES = {"stage", "model"}
 
@@ -145,7 +145,8 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     if subject.kind == "all-gather" or (subject.from_parameter and not gradient):
         if where.phase == "outside" and not subject.from_parameter:
             return Reason("update", FAMILIES["update"])
-        layer = f"layer scan, {_words(where)}" if weight.startswith("blocks") else weight.split(".")[0]
+        in_scan = weight.startswith("blocks") and where.phase != "outside"
+        layer = f"layer scan, {_words(where)}" if in_scan else _groups(weight)
         return Reason("gather", _with(FAMILIES["gather"], layer))
     if subject.kind in ("all-reduce", "reduce-scatter"):
         if not gradient or (where.phase == "forward" and where.scope != "loss" and _small(weight, facts)):
@@ -171,6 +172,10 @@ def _groups(weight: str) -> str:
 def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None:
     """Over tensor-parallel devices: activations, and gradients of weights that all of them hold."""
     summed = subject.kind in ("all-reduce", "reduce-scatter")
+    if subject.axes == ("stage",) and subject.kind == "collective-permute":
+        return Reason("send", _with(FAMILIES["send"], "backward" if where.phase == "backward" else ""))
+    if subject.axes == ("stage",) and summed and where.scope == "" and facts.width in subject.dims:
+        return Reason("stage", FAMILIES["stage"])
     if where.scope == "loss" and where.phase != "backward":
         if subject.elements * facts.loss_chunks == facts.batch * facts.loss_positions and summed:
             return Reason("loss", _with(FAMILIES["loss"], _loss_part(where)))

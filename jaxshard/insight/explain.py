@@ -1,0 +1,246 @@
+"""The command `explain`, and `jaxshard.explain` for a function of the user's own."""
+
+import importlib.metadata
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxshard.config import Config
+from jaxshard.console import Console
+from jaxshard.errors import InputError
+from jaxshard.insight.check import Check, check
+from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
+from jaxshard.insight.confirm import compile_step
+from jaxshard.insight.expected import not_derived
+from jaxshard.insight.facts import Facts, facts_of
+from jaxshard.insight.flops import computation_flops
+from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.ledger import Row, bytes_by_axis, rows
+from jaxshard.insight.lock import differences, hold
+from jaxshard.insight.loops import Scope
+from jaxshard.insight.planner import BYTE_TOKENS
+from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
+from jaxshard.insight.tables import show, show_differences
+from jaxshard.parallel.mesh import open_devices
+from jaxshard.parallel.rules import Replicated
+from jaxshard.training.program import Program
+
+_PACKAGES = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of one compiled function."""
+
+    target: str
+    platform: str
+    compiler: str
+    mesh: str
+    """As --mesh takes it, or axes and sizes."""
+    zero: int | None
+    rows: tuple[Row, ...]
+    check: Check | None
+    """Found against expected, for the train step."""
+    not_compared: str
+    """Why there is no check, or ""."""
+    memory: Memory
+    flops: float
+    """Matrix FLOPs of one device in one run."""
+    replicated: tuple[Replicated, ...]
+    warnings: tuple[SpmdWarning, ...]
+    buffers: tuple[LargeBuffer, ...]
+    program: Program | None = field(default=None, repr=False)
+    facts: Facts | None = field(default=None, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """False when unexpected traffic exceeds the threshold."""
+        return self.check is None or not self.check.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as `--json` prints it."""
+        compared = self.check
+        return {
+            "target": self.target,
+            "jax": jax.__version__,
+            "compiler": self.compiler,
+            "mesh": self.mesh,
+            "zero": self.zero,
+            "collectives": [_row(row) for row in self.rows],
+            "bytes_by_axis": bytes_by_axis(self.rows),
+            "expected": [
+                {"kind": e.kind, "axes": list(e.axes), "bytes": e.bytes, "count": e.count, "reason": e.reason}
+                for e in (compared.expected if compared else ())
+            ],
+            "unexpected": [asdict(item) for item in (compared.unexpected if compared else ())],
+            "missing": [asdict(item) for item in (compared.missing if compared else ())],
+            "rewrites": list(compared.rewrites if compared else ()),
+            "unpredicted": list(compared.unpredicted) if compared else [self.not_compared],
+            "memory": asdict(self.memory),
+            "temporaries": [asdict(buffer) for buffer in self.buffers],
+            "flops": self.flops,
+            "replicated": [asdict(leaf) for leaf in self.replicated],
+            "warnings": [asdict(warning) for warning in self.warnings],
+        }
+
+    def show(self, console: Console | None = None) -> None:
+        """Prints the ledger and what follows from it."""
+        show(self, console or Console())
+
+    def report(self, file: str | Path) -> None:
+        """Writes a self-contained HTML page."""
+        from jaxshard.insight.report import write_report
+
+        write_report(self, Path(file))
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "axes": list(row.axes),
+        "bytes": row.bytes,
+        "count": row.count,
+        "exact": row.exact,
+        "reason": row.reason,
+        "source": row.source,
+        "parameters": row.parameters,
+        "async": row.is_async,
+        "overlap": row.overlap,
+        "dtype": row.dtype,
+        "note": row.note,
+    }
+
+
+def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None) -> Explanation:
+    """Compiles a jitted function and says what travels between devices, how often, where from, and what it takes.
+
+    Args:
+        fn: a `jax.jit` function, or one that is wrapped in it here.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings. With those, devices may be absent:
+            take them from `jaxshard.insight.absent.devices_for(parse_target("h100:8"))`.
+        target: what the devices are; "local" for those of this machine.
+        mesh: whose axes are named; by default that of the first argument with a `NamedSharding`.
+
+    Raises:
+        InputError: no mesh is given or found, or the program does not fit the target's memory.
+    """
+    found = mesh or _mesh_of(args)
+    if found is None:
+        raise InputError(
+            "explain finds no mesh: give mesh=, or arguments whose sharding is a jax.sharding.NamedSharding"
+        )
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    hardware = parse_target(target)
+    sizes = dict(zip(found.axis_names, found.devices.shape, strict=True))
+    compiled = _fits(compile_for(hardware, jitted, *args))
+    return _explanation(compiled, ",".join(f"{axis}={size}" for axis, size in sizes.items()), sizes)
+
+
+def _mesh_of(args: Any) -> Mesh | None:
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def explain_config(config: Config, target: str = "local", threshold: int | None = None) -> Explanation:
+    """Explains the train step of a configuration.
+
+    Raises:
+        InputError: the target is not known or its compiler is not installed, the mesh does not fit it, or the program
+            does not fit its memory.
+    """
+    hardware = _hardware(config, target)
+    confirmed = compile_step(config, hardware, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, buffers=True)
+    compiled, program = _fits(confirmed.result), confirmed.program
+    facts = facts_of(program)
+    found = _explanation(compiled, str(program.layout.shape), facts.sizes, facts, threshold)
+    more = {"zero": config.zero, "replicated": tuple(program.replicated), "program": program, "facts": facts}
+    return Explanation(**{**vars(found), **more})
+
+
+def _hardware(config: Config, target: str) -> Target:
+    if target.strip().lower() != "local":
+        return parse_target(target)
+    devices = open_devices(config.mesh, config.devices, config.fake_devices)
+    return parse_target(f"cpu:{len(devices)}" if devices[0].platform == "cpu" else "local")
+
+
+def _fits(result: Compiled | DoesNotFit) -> Compiled:
+    if isinstance(result, DoesNotFit):
+        needs = f"{result.needs:,} bytes" if result.needs else "more memory than there is"
+        raise InputError(
+            f"target {result.target.name}: the program needs {needs} on a device, and {result.available:,} are "
+            "available; try --train.remat full, a higher --zero, more --train.accumulation, or the command plan"
+        )
+    return result
+
+
+def _explanation(
+    compiled: Compiled, mesh: str, sizes: dict[str, int], facts: Facts | None = None, threshold: int | None = None
+) -> Explanation:
+    found = rows(compiled.module, sizes, facts)
+    platform = compiled.target.chip.platform
+    why = not_derived(facts) if facts else "a function of your own: nothing is known of what to expect"
+    return Explanation(
+        target=compiled.target.name,
+        platform=platform,
+        compiler=_compiler(platform),
+        mesh=mesh,
+        zero=None,
+        rows=tuple(found),
+        check=check(found, facts, platform, threshold) if facts and not why else None,
+        not_compared=why,
+        memory=compiled.memory,
+        flops=computation_flops(Scope(compiled.module, compiled.module.entry)),
+        replicated=(),
+        warnings=compiled.spmd_warnings,
+        buffers=tuple(large_buffers(compiled.buffers, facts)),
+        facts=facts,
+    )
+
+
+def _compiler(platform: str) -> str:
+    for package in _PACKAGES[platform]:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"jaxlib {importlib.metadata.version('jaxlib')}"
+
+
+def run(
+    config: Config,
+    *,
+    console: Console,
+    target: str,
+    report: str | None,
+    lock: str | None,
+    tolerance: float,
+    threshold: int | None,
+    compare: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """Explains a configuration's train step, or compares two earlier explanations; see `ExplainOptions`."""
+    if compare:
+        figures, reasons = differences(*compare)
+        show_differences(compare, figures, reasons, console)
+        changes = [{"name": name, "first": a, "second": b} for name, a, b in (*figures, *reasons)]
+        return {"compared": list(compare), "changes": changes}
+    found = explain_config(config, target, threshold)
+    show(found, console)
+    result = found.to_dict()
+    code = 0 if found.ok else 1
+    if lock:
+        said, over = hold(result, lock, tolerance)
+        console.line(said)
+        for sentence in over:
+            console.line(f"exceeds the lock: {sentence}", style="red")
+        result["exceeded"] = over
+        code = 1 if over else code
+    file = report or (f"{config.output}/report.html" if config.output and Path(config.output).is_dir() else None)
+    if file:
+        found.report(file)
+        console.line(f"report: {file}")
+    return {**result, "exit_code": code}
