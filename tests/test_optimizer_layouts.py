@@ -44,11 +44,12 @@ def alone(name: str):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_update_is_one_devices(name, layout):
+def test_one_update_is_one_devices(name, layout, capfd):
     expected = alone(name)
     result = compare(updated(name, *LAYOUTS[layout]), expected)
     assert result.faults() == []
     assert result.worst_update is not None and result.worst_update.update < 1e-9
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
     norm = np.sqrt(sum((g**2).sum() for g in expected.gradients.values()))
     assert expected.norm == pytest.approx(norm, rel=1e-12) and norm > 100 * CLIP
 

@@ -109,7 +109,7 @@ def local_gradients(row: Row) -> Counter:
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row.mesh} zero {row.zero} {row.precision}")
-def test_bytes_equal_the_formula_on_shards_and_in_the_compiled_step(row):
+def test_bytes_equal_the_formula_on_shards_and_in_the_compiled_step(row, capfd):
     program, expected = row.program(), row.formula()
     assert class_bytes(program) == expected
     init = compile_quickly(program.init.lower(), program)
@@ -128,6 +128,7 @@ def test_bytes_equal_the_formula_on_shards_and_in_the_compiled_step(row):
     after, _ = step(state, placed)
     assert bytes_by_device(after) == {row.state}
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
 ALL = [
