@@ -20,7 +20,7 @@ from jaxshard.commands import COMMANDS, Command, SavedRun
 from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.console import Console
-from jaxshard.errors import InputError, nearest
+from jaxshard.errors import InputError, RunError, nearest
 from jaxshard.options import Given, given_options, instantiate, make_parser, options_of, parse_arguments
 
 
@@ -72,6 +72,9 @@ def run(argv: list[str]) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 1
@@ -97,6 +100,8 @@ def understand(argv: list[str]) -> Invocation:
     base = load_config(file) if file else Config()
     folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}").expanduser()
     needs = command.saved_run(first.options)
+    if needs == "if named":
+        needs = "needed" if first.config.output else "no"
     if needs != "no":
         base = _with_saved(base, needs, command, folder, file)
     invocation = _parse(command, argv, base)

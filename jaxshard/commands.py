@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from jaxshard.errors import InputError
 
-SavedRun = Literal["no", "if there", "needed"]
-"""Whether a command starts from <output>/config.yaml of an earlier run."""
+SavedRun = Literal["no", "if there", "if named", "needed"]
+"""Whether a command starts from <output>/config.yaml of an earlier run; "if named": needed when --output is given."""
 
 
 @dataclass(frozen=True)
@@ -220,5 +220,6 @@ COMMANDS = (
         "Compute one step on the mesh and on one device, and say whether they agree.",
         "jaxshard.training.check:run",
         CheckOptions(),
+        lambda options: "if named",
     ),
 )

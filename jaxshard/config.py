@@ -5,8 +5,8 @@ The doc string under a field is its help text on the command line. Every field i
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from jaxshard.errors import InputError
 
@@ -23,6 +23,20 @@ def _positive(value: float | None) -> bool:
 
 def _not_negative(value: float | None) -> bool:
     return value is None or 0 <= value < math.inf
+
+
+def _within_bounds(path: str, values: Any) -> None:
+    """Refuses numbers that arrays on devices cannot hold: whole numbers have 32 bits there, and so have fractions."""
+    for each in fields(values):
+        name, value = f"{path}{each.name}", getattr(values, each.name)
+        if is_dataclass(value):
+            _within_bounds(f"{name}.", value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            _require(abs(value) < 2**31, name, value, "below 2^31")
+        elif isinstance(value, float) and value != 0:
+            _require(1e-37 < abs(value) < 1e37, name, value, "between 1e-37 and 1e37")
+        elif isinstance(value, str):
+            _require("\0" not in value, name, value, "free of NUL characters")
 
 
 @dataclass(frozen=True)
@@ -243,6 +257,9 @@ class LogConfig:
 
     def __post_init__(self):
         _require(_positive(self.every), "log.every", self.every, "a positive whole number")
+        _require(
+            self.wandb is None or self.wandb.strip() != "", "log.wandb", self.wandb, "left out, or a project's name"
+        )
         if self.profile_steps is not None:
             first, last = self.profile_steps
             _require(
@@ -288,8 +305,13 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self):
+        _within_bounds("", self)
         for name in ("mesh", "output"):
             value = getattr(self, name)
             _require(value is None or value.strip() != "", name, value, "left out, or not empty")
         _require(self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
+        _require(self.train.seed >= 0, "train.seed", self.train.seed, "0 or more")
+        profiled = self.log.profile_steps
+        last = profiled is None or profiled[1] <= self.train.steps
+        _require(last, "log.profile_steps", profiled, f"within train.steps = {self.train.steps}")
         _require(_positive(self.fake_devices), "fake_devices", self.fake_devices, "positive")

@@ -80,7 +80,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except yaml.YAMLError as error:
         raise InputError(_syntax(path, error)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid YAML ({error})") from None
     if root is None or mapping is None:
         return {}

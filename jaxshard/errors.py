@@ -11,6 +11,10 @@ class InputError(ValueError):
     """
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on: the command line prints the message alone and exits with code 1."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest valid name, or "" when none is close."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)

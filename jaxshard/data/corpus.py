@@ -109,8 +109,10 @@ def existing(name: str, option: str = "data.path", kinds: str = _KINDS) -> Path:
     """Returns the path, or raises InputError with the nearest name beside it."""
     path = Path(os.path.expanduser(name))
     try:
-        if name and path.exists():
+        if name and (path.is_file() or path.is_dir()):
             return path
+        if name and path.exists():
+            raise InputError(f"{option} {name!r} is neither a file nor a folder: it must be {kinds}")
         beside = [p.name for p in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -212,6 +214,8 @@ def _field_of(line: str, field: str, source: str) -> str:
         raise InputError(
             f"{source} is not JSON ({error.msg} at column {error.colno}): each line is one object"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source} is JSON that cannot be read ({error}): each line is one object") from None
     if not isinstance(record, dict):
         raise InputError(f"{source} is a JSON {type(record).__name__}: each line must be an object with the text")
     if field not in record:

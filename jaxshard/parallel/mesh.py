@@ -96,8 +96,9 @@ def resolve_mesh(text: str | None, device_count: int) -> MeshShape:
     shape = MeshShape(**{axis: size for axis, size in sizes.items() if size != -1})
     if shape.devices != device_count or -1 in sizes.values():
         product = " x ".join(str(size) for size in sizes.values() if size != -1)
+        product = f"{product} = {fixed}" if " x " in product else f"{fixed}"
         raise InputError(
-            f"--mesh {text!r} needs {product} = {fixed} devices{' or a multiple' if free else ''}, and there are "
+            f"--mesh {text!r} needs {product} devices{' or a multiple' if free else ''}, and there are "
             f"{device_count}; what fits: {_suggest(sizes, device_count)}, or --fake-devices {fixed} on a CPU"
         )
     return shape
@@ -111,6 +112,9 @@ def _suggest(sizes: dict[str, int], device_count: int) -> str:
     inner = max(1, inner)
     rest = device_count // inner
     return f"--mesh dp={rest},tp={inner}" if inner > 1 else f"--mesh dp={rest}"
+
+
+MOST_FAKED = 1024
 
 
 def accelerator_present() -> bool:
@@ -133,14 +137,21 @@ def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[
     sizes = parse_mesh(mesh)
     if fake_devices is not None and kind in ("gpu", "tpu"):
         raise InputError(f"--fake-devices {fake_devices} fakes CPU devices, and --devices asks for {kind}: drop one")
-    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and not accelerator_present())
+    asked = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")  # by the user, outside of our options
+    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and not asked and not accelerator_present())
     wanted = fake_devices or math.prod(size for size in sizes.values() if size != -1)
+    if cpu and wanted > MOST_FAKED:
+        raise InputError(
+            f"{wanted:,} faked CPU devices are more than {MOST_FAKED:,}, which one machine bears; a larger mesh can be "
+            "planned (plan --target h100:4096) or run on a cluster"
+        )
     if cpu:
         return _cpu_devices(wanted, exact=fake_devices is not None or -1 not in sizes.values())
     try:
         return list(jax.devices(None if kind == "auto" else kind))
     except RuntimeError as error:
-        raise InputError(f"--devices {kind}: {str(error).splitlines()[0]}; try --devices cpu") from None
+        what = f"--devices {kind}" if kind != "auto" else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+        raise InputError(f"{what}: no such device here ({str(error).splitlines()[0]}); try --devices cpu") from None
 
 
 def _cpu_devices(wanted: int, exact: bool) -> list[Device]:

@@ -15,7 +15,9 @@ import jax
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.data import Dataset, TrainLoader
+from jaxshard.errors import RunError
 from jaxshard.inference.generate import sample_text
+from jaxshard.parallel.mesh import parse_mesh
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import memory_line, show_program
 from jaxshard.training.evaluate import Evaluator
@@ -23,6 +25,8 @@ from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
 from jaxshard.training.start import (
+    changes_since,
+    check_same_model,
     checkpoints,
     first_or_restored,
     open_run,
@@ -78,23 +82,41 @@ def run(config: Config, *, console: Console, resume: str | None, arithmetic: Ari
         InputError: anything that can be known before compiling is checked before compiling.
     """
     began = time.monotonic()
-    folder = prepare_output(config, resume)
-    dataset, program = open_run(config)
-    config = resolved(config, program)
-    console.line(dataset.describe())
-    show_program(program, console)
+    parse_mesh(None if config.mesh == "auto" else config.mesh)
     with ExitStack() as stack:
+        request = stack.enter_context(stop_on_signal())
+        folder = prepare_output(config, resume)
+        dataset, program = open_run(config)
+        config = resolved(config, program)
+        console.line(dataset.describe())
+        show_program(program, console)
         saved = checkpoints(config)
         stack.callback(saved.close)
+        if resume:
+            _show_resume(program, saved, changes_since(config, folder), console)
         state, start = first_or_restored(program, saved, resume)
-        write_config(config, folder)
-        compiled = _compile(program, console)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
-        request = stack.enter_context(stop_on_signal())
         figures = arithmetic(program)
         parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, *figures)
+        write_config(config, folder, start)
+        if 0 < parts.end <= start:
+            console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
+            return {"step": start, "output": str(folder)}
+        compiled = _compile(program, console)
         state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
+
+
+def _show_resume(program: Program, saved: Checkpoints, changes: list[str], console: Console) -> None:
+    """Says where the run goes on, and what is no longer as it was."""
+    latest = saved.latest()
+    if latest is None:
+        console.line("the run has no complete checkpoint yet: it begins at step 0")
+    else:
+        check_same_model(program, saved, latest)
+        console.line(f"goes on from the checkpoint of step {latest}")
+    for change in changes:
+        console.line(f"changed since: {change}")
 
 
 def _compile(program: Program, console: Console) -> jax.stages.Compiled:
@@ -126,8 +148,10 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
             evaluates = _due(step, config.eval.every) and step < end and parts.evaluator.possible
             if saves or evaluates:
                 # What is logged must reach as far as the checkpoint that a resumed run starts from.
-                _record(parts, progress, *pending)
+                skipping = _record(parts, progress, *pending)["skipped_in_row"] > 0
                 pending = None
+                # A checkpoint while updates are skipped holds nothing new, and would push out one from before.
+                saves = saves and not skipping
             if evaluates:
                 _evaluate(parts, step, state)
             if saves:
@@ -165,7 +189,8 @@ def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
 
 def _save(parts: Run, step: int, state: TrainState) -> None:
     parts.metrics.flush()
-    parts.saved.save(step, state, run_facts(parts.program))
+    if not parts.saved.save(step, state, run_facts(parts.program)):
+        raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 
 
 def _evaluate(parts: Run, step: int, state: TrainState) -> dict[str, float | int]:
@@ -175,8 +200,8 @@ def _evaluate(parts: Run, step: int, state: TrainState) -> dict[str, float | int
     return result
 
 
-def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> None:
-    """Fetches the metrics of a finished step, shows them, and logs them when due."""
+def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
+    """Fetches the metrics of a finished step, shows them, logs them when due, and returns them."""
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     if not parts.program.layout.policy.scaled:
         del values["loss_scale"]
@@ -189,12 +214,17 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> N
     if step % parts.config.log.every == 0 or step == parts.end:
         parts.metrics.log(step, values | {"tokens_per_second": speed, "mfu": used})
     skips = values["skipped_in_row"]
+    if skips == 1 and values["tokens"]:
+        parts.console.warn(f"step {step}: the gradient is not finite ({values['grad_norm']}), so nothing was updated")
     if skips >= parts.config.train.max_skips:
-        raise RuntimeError(
-            f"step {step}: {skips} updates in a row were skipped because the gradient was not finite (loss scale "
-            f"{values.get('loss_scale', 1.0):g}); lower optim.lr, or look for broken data. The newest checkpoint is "
-            "intact"
+        parts.saved.wait()
+        scale = f"loss scale {values['loss_scale']:g}; " if "loss_scale" in values else ""
+        raise RunError(
+            f"step {step}: {skips} updates in a row were skipped because the gradient was not finite ({scale}optim.lr "
+            f"{parts.config.optim.lr:g}); lower it, or look for broken data. The newest checkpoint, of step "
+            f"{parts.saved.latest()}, is from before"
         )
+    return values
 
 
 def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopRequest, began: float) -> dict[str, Any]:
@@ -204,7 +234,10 @@ def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopR
         _save(parts, step, state)
     if request:
         parts.saved.wait()
-        console.line(f"stopped by {request.name} after step {step}; saved. Go on with: --resume --output {folder}")
+        console.line(
+            f"stopped by {request.name} after step {step}; saved. Go on with: "
+            f"python run.py train --resume --output {folder}"
+        )
         return {"exit_code": STOPPED_BY_SIGNAL, "step": step, "output": str(folder)}
     summary: dict[str, Any] = {"step": step, "output": str(folder)}
     if parts.evaluator.possible:

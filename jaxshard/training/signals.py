@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM as a request to save and stop."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,12 +19,15 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Within the block the first SIGINT or SIGTERM sets the request; a second SIGINT interrupts at once."""
+    """Within the block the first SIGINT or SIGTERM sets the request; a second SIGINT ends the process at once."""
     request = StopRequest()
 
     def handle(number: int, _frame) -> None:
         if request and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            # Unwinding would wait for, or crash in, threads of compilers and writers. A checkpoint is whole or not
+            # there at all, so nothing is lost by leaving at once.
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(1)
         request.name = signal.Signals(number).name
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -8,16 +8,18 @@ from typing import Any
 import jax
 
 from jaxshard.config import Config
-from jaxshard.config_file import config_to_yaml
+from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import open_devices
-from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.checkpoint import Checkpoints, describe
 from jaxshard.training.layer_order import in_layer_order
 from jaxshard.training.program import Program, build_program
 from jaxshard.training.state import TrainState
 
-CONFIG_FILE = "config.yaml"
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
+FREE_TO_CHANGE = {"dropout", "attention", "max_seq_len"}
+"""Fields of the model that may change when a run goes on: the parameters mean the same."""
 
 
 def open_run(config: Config) -> tuple[Dataset, Program]:
@@ -49,36 +51,60 @@ def prepare_output(config: Config, resume: str | None) -> Path:
         InputError: the folder cannot be made or written, holds a run that is not to be resumed, or holds none.
     """
     folder = Path(config.output or ".")
-    holds_run = (folder / CONFIG_FILE).exists()
-    if holds_run and resume is None:
-        raise InputError(
-            f"{folder} already holds a run: choose another --output, go on with it (--resume), or delete it first"
-        )
-    if resume == "required" and not holds_run:
-        raise InputError(f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)")
     try:
+        holds_run = any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "checkpoints"))
+        if holds_run and resume is None:
+            raise InputError(
+                f"{folder} already holds a run: choose another --output, go on with it (--resume), or delete it first"
+            )
+        if resume == "required" and not (folder / CONFIG_FILE).exists():
+            raise InputError(
+                f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
-        probe.write_text("")
+        probe.write_text(" " * 65536)
         probe.unlink()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"output folder {folder} cannot be written ({reason}): choose another --output") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"output folder {folder} cannot be written ({_reason(error)}): choose another --output"
+        ) from None
     return folder
 
 
-def write_config(config: Config, folder: Path) -> None:
-    """Saves the configuration as resolved, whole or not at all."""
-    draft = folder / f".{CONFIG_FILE}.tmp"
-    draft.write_text(config_to_yaml(config))
-    os.replace(draft, folder / CONFIG_FILE)
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def write_config(config: Config, folder: Path, start: int) -> None:
+    """Saves the configuration as resolved, whole or not at all; one that differs is kept as config.before-<step>.yaml.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written.
+    """
+    path, draft = folder / CONFIG_FILE, folder / f".{CONFIG_FILE}.tmp"
+    text = config_to_yaml(config)
+    try:
+        if path.exists() and path.read_text() != text:
+            os.replace(path, folder / f"config.before-{start}.yaml")
+        draft.write_text(text)
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise InputError(
+            f"{path} cannot be written ({_reason(error)}): free some space, or choose another --output"
+        ) from None
 
 
 def resolved(config: Config, program: Program) -> Config:
-    """The configuration with every default of the model and the mesh written out."""
+    """The configuration with every default of the model and the mesh written out, and files by their whole path."""
     arch = program.model.arch
     fields = {name: value for name, value in asdict(arch).items() if hasattr(config.model, name)}
-    return replace(config, mesh=str(program.layout.shape), model=replace(config.model, **fields))
+    whole = lambda path: str(Path(path).absolute()) if Path(path).exists() else path
+    data = replace(config.data, path=whole(config.data.path), tokenizer=whole(config.data.tokenizer))
+    return replace(config, mesh=str(program.layout.shape), model=replace(config.model, **fields), data=data)
 
 
 def run_facts(program: Program) -> dict[str, Any]:
@@ -91,15 +117,45 @@ def run_facts(program: Program) -> dict[str, Any]:
         "seed": program.config.train.seed,
         "prng": "threefry2x32, partitionable",
         "jax": jax.__version__,
+        "model": asdict(program.model.arch),
     }
 
 
+def check_same_model(program: Program, saved: Checkpoints, step: int) -> None:
+    """Refuses to go on with a model whose parameters mean something else, although their shapes may fit.
+
+    Raises:
+        InputError: names the fields, with both values.
+    """
+    before = describe(saved.folder, step).meta.get("model", {})
+    now = asdict(program.model.arch)
+    changed = [name for name in now if name not in FREE_TO_CHANGE and name in before and before[name] != now[name]]
+    if changed:
+        what = ", ".join(f"model.{name} is {before[name]!r} in the run and {now[name]!r} here" for name in changed)
+        raise InputError(f"--resume: {what}; drop the option, or start another run in another --output")
+
+
+def changes_since(config: Config, folder: Path) -> list[str]:
+    """What differs from the run's configuration so far, as "train.seed 0 -> 5", the output folder left out."""
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        return []
+    flat = lambda c: {
+        (f"{group}.{name}" if isinstance(value, dict) else group): inner
+        for group, value in asdict(c).items()
+        for name, inner in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    before, now = flat(load_config(str(path))), flat(config)
+    return [f"{name} {before[name]} -> {now[name]}" for name in now if name != "output" and before[name] != now[name]]
+
+
 def first_or_restored(program: Program, saved: Checkpoints, resume: str | None) -> tuple[TrainState, int]:
-    """Creates the state, or restores the newest checkpoint; returns it with its step."""
+    """Creates the state, or restores the newest checkpoint; returns it with its step.
+
+    A run that was stopped before its first checkpoint begins again: nothing of it is lost.
+    """
     latest = saved.latest() if resume else None
     if latest is None:
-        if resume == "required":
-            raise InputError("--resume: the run has no complete checkpoint; start it anew in another --output")
         return program.init(), 0
     state, facts = saved.restore(latest, program.abstract, axes=program.logical_axes, sizes=_unpadded(program))
     return _in_own_order(program, state, program.logical_axes, facts), latest

@@ -1,0 +1,127 @@
+"""Runs that go wrong: nothing is lost, and what happened is said in a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxshard.cli import run
+from jaxshard.training import loop
+from jaxshard.training.checkpoint import Checkpoints
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--config", str(ROOT / "configs" / "tiny.yaml"), "--data.seq_len", "16", "--train.global_batch", "4",
+    "--eval.batches", "1", "--log.every", "1", "--log.tensorboard", "false", "--mesh", "dp=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("guards") / "run"
+    assert run([*TINY, "--train.steps", "2", "--output", str(folder)]) == 0
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_checkpoints_without_their_configuration_are_not_written_over(finished, capsys):
+    saved = (finished / "config.yaml").read_text()
+    (finished / "config.yaml").unlink()
+    before = contents(finished)
+    assert run([*TINY, "--train.steps", "2", "--train.seed", "7", "--output", str(finished)]) == 2
+    assert "already holds a run" in capsys.readouterr().err and contents(finished) == before
+    (finished / "config.yaml").write_text(saved)
+
+
+def test_a_finished_run_says_so(finished, capsys):
+    assert run(["--resume", "--output", str(finished)]) == 0
+    assert "finished at step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option, value", [("rope_theta", "3"), ("vocab_size", "300"), ("norm_eps", "1")])
+def test_another_model_is_not_gone_on_with(finished, option, value, capsys):
+    """Their shapes fit, and their parameters would mean something else."""
+    before = contents(finished)
+    assert run(["--resume", "--output", str(finished), f"--model.{option}", value, "--train.steps", "4"]) == 2
+    assert f"model.{option} is" in capsys.readouterr().err and contents(finished) == before
+
+
+def test_what_changed_is_said_and_the_old_configuration_kept(finished, capsys):
+    assert (
+        run(["--resume", "--output", str(finished), "--train.steps", "3", "--mesh", "dp=1", "--train.seed", "5"]) == 0
+    )
+    said = capsys.readouterr().out
+    for part in (
+        "goes on from the checkpoint of step 2",
+        "mesh dp=2 -> dp=1",
+        "train.seed 0 -> 5",
+        "train.steps 2 -> 3",
+    ):
+        assert part in said
+    assert "seed: 0" in (finished / "config.before-2.yaml").read_text()
+
+
+def test_a_stop_while_compiling_saves_and_the_run_begins(tmp_path, monkeypatch, capsys):
+    import os
+    import signal
+
+    compile_ = loop._compile
+
+    def stopped(program, console):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compile_(program, console)
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(loop, "_compile", stopped)
+    assert run([*TINY, "--train.steps", "2", "--output", str(folder)]) == 3
+    monkeypatch.undo()
+    assert Checkpoints(folder / "checkpoints").steps() == [0]
+    assert run(["--resume", "--output", str(folder)]) == 0
+    assert "step 0" in capsys.readouterr().out
+
+
+def test_a_run_without_a_checkpoint_begins_again(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text((finished / "config.yaml").read_text())
+    assert run(["--resume", "--output", str(folder), "--train.steps", "1"]) == 0
+    assert "begins at step 0" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_stops_with_one_line_and_keeps_what_was_good(tmp_path, capsys):
+    folder = tmp_path / "run"
+    options = ["--optim.lr", "1e30", "--optim.warmup_steps", "0", "--checkpoint.every", "1", "--train.max_skips", "4"]
+    assert run([*TINY, *options, "--train.steps", "40", "--output", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and "optim.lr 1e+30" in captured.err
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first_bad = min(line["step"] for line in lines if line["skipped_in_row"])
+    assert max(Checkpoints(folder / "checkpoints").steps()) < first_bad
+
+
+@pytest.mark.parametrize(
+    "option, value, part",
+    [
+        ("train.seed", "9223372036854775808", "below 2^31"),
+        ("train.seed", "-1", "0 or more"),
+        ("optim.lr", "1e39", "between 1e-37 and 1e37"),
+        ("mesh", "dp=100000", "1,024"),
+        ("log.wandb", "", "log.wandb"),
+        ("log.profile_steps", "[5,9]", "within train.steps"),
+        ("data.path", "/dev/null", "neither a file nor a folder"),
+    ],
+)
+def test_values_beyond_what_works_are_refused(option, value, part, tmp_path, capsys):
+    arguments = [*TINY, "--train.steps", "2", "--output", str(tmp_path / "run")]
+    arguments = arguments[:-6] + arguments[-4:] if option == "mesh" else arguments
+    assert run([*arguments, f"--{option}", value]) == 2
+    error = capsys.readouterr().err
+    assert part in error and error.count("\n") == 1
+
+
+def test_an_output_path_that_cannot_be_is_refused(capsys):
+    assert run([*TINY, "--train.steps", "1", "--output", "/tmp/" + "x" * 300]) == 2
+    assert "cannot be written" in capsys.readouterr().err
