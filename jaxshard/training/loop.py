@@ -82,7 +82,7 @@ def run(config: Config, *, console: Console, resume: str | None, arithmetic: Ari
         InputError: anything that can be known before compiling is checked before compiling.
     """
     began = time.monotonic()
-    parse_mesh(None if config.mesh == "auto" else config.mesh)
+    parse_mesh(config.mesh)  # before the folder is touched
     with ExitStack() as stack:
         request = stack.enter_context(stop_on_signal())
         folder = prepare_output(config, resume)
