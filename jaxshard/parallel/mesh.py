@@ -119,8 +119,8 @@ MOST_FAKED = 1024
 
 def accelerator_present() -> bool:
     """Whether this machine shows a GPU or TPU, without starting a backend."""
-    nodes = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0", "/dev/kfd", "/dev/dxg")
-    return any(Path(node).exists() for node in nodes) or "TPU_WORKER_ID" in os.environ
+    nodes = ("nvidia[0-9]*", "nvidiactl", "accel[0-9]*", "vfio/[0-9]*", "kfd", "dxg")
+    return any(True for node in nodes for _ in Path("/dev").glob(node))
 
 
 def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[Device]:
@@ -137,8 +137,9 @@ def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[
     sizes = parse_mesh(mesh)
     if fake_devices is not None and kind in ("gpu", "tpu"):
         raise InputError(f"--fake-devices {fake_devices} fakes CPU devices, and --devices asks for {kind}: drop one")
-    asked = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")  # by the user, outside of our options
-    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and not asked and not accelerator_present())
+    platforms = os.environ.get("JAX_PLATFORMS", "")  # what the user asks of jax outside of our options
+    automatic = platforms == "cpu" or (platforms == "" and not accelerator_present())
+    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and automatic)
     wanted = fake_devices or math.prod(size for size in sizes.values() if size != -1)
     if cpu and wanted > MOST_FAKED:
         raise InputError(
