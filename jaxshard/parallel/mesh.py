@@ -150,9 +150,10 @@ def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[
         return _cpu_devices(wanted, exact=fake_devices is not None or -1 not in sizes.values())
     try:
         return list(jax.devices(None if kind == "auto" else kind))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # an assertion is what jax fails with when no backend is left
+        why = (str(error).splitlines() or ["jax finds no backend"])[0]
         what = f"--devices {kind}" if kind != "auto" else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
-        raise InputError(f"{what}: no such device here ({str(error).splitlines()[0]}); try --devices cpu") from None
+        raise InputError(f"{what}: no such device here ({why}); try --devices cpu") from None
 
 
 def _cpu_devices(wanted: int, exact: bool) -> list[Device]:
