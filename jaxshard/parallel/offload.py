@@ -1,9 +1,11 @@
 """Host memory as a place for arrays: which kind it is, whether a device has it, and the way there and back."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.compute_on import compute_on
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
@@ -21,6 +23,14 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
 def to_host(tree: Any) -> Any:
     """Moves every array to host memory, inside jit; what lies there already stays."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def on_host(function: Callable) -> Callable:
+    """Lets the processor of the device's host compute `function`, inside jit; its results lie in host memory."""
+    newer: Any = compute_on  # jax 0.12 made a decorator of what was a context before
+    if "out_memory_spaces" in inspect.signature(newer).parameters:
+        return newer(function, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return newer("device_host")(function)
 
 
 def row_major(x: jax.Array, sharding: NamedSharding) -> jax.Array:

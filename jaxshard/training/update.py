@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.compute_on import compute_on
 
 from jaxshard.parallel.layout import Layout
-from jaxshard.parallel.offload import row_major, to_device, to_host
+from jaxshard.parallel.offload import on_host, row_major, to_device, to_host
 
 STACKED = "blocks"
 """Group of parameters whose leaves are stacked over layers."""
@@ -115,7 +114,7 @@ def _hosted(layout: Layout, tx, places: Any, low: Any, grads: Any, parts: Parts,
     policy = layout.policy
     old = parts.masters if policy.masters else _constrained(parts.params, layout.optimizer)
 
-    @compute_on("device_host")
+    @on_host
     @jax.jit
     def run(grads, old, moments, change):
         updated, moments = advance(tx, change, grads, old, moments)
