@@ -78,7 +78,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def write_config(config: Config, folder: Path, start: int) -> None:
+def write_config(config: Config, folder: Path, start: int = 0) -> None:
     """Saves the configuration as resolved, whole or not at all; one that differs is kept as config.before-<step>.yaml.
 
     Raises:
