@@ -1,7 +1,8 @@
 """The command `explain`, and `jaxshard.explain` for a function of the user's own."""
 
 import importlib.metadata
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,33 @@ def explain_config(config: Config, target: str = "local", threshold: int | None 
     """
     hardware = _hardware(config, target)
     confirmed = compile_step(config, hardware, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, buffers=True)
-    compiled, program = _fits(confirmed.result), confirmed.program
+    return explain_program(confirmed.program, _fits(confirmed.result), threshold)
+
+
+def explain_program(program: Program, compiled: Compiled, threshold: int | None = None) -> Explanation:
+    """Explains the compiled step of a program; `threshold` as in `check`."""
     facts = facts_of(program)
     found = _explanation(compiled, str(program.layout.shape), facts.sizes, facts, threshold)
-    more = {"zero": config.zero, "replicated": tuple(program.replicated), "program": program, "facts": facts}
-    return Explanation(**{**vars(found), **more})
+    whole = (*program.replicated, *held_whole(program, compiled))
+    return replace(found, zero=program.config.zero, replicated=whole, program=program)
+
+
+def held_whole(program: Program, compiled: Compiled) -> list[Replicated]:
+    """Arrays of the state of which the compiled step takes more on a device than the rules say."""
+    taken = compiled.executable.input_shardings[0][0]
+    layout = program.layout
+    ruled = {"params": layout.parameters, "masters": layout.optimizer if layout.policy.masters else None}
+    found = []
+    for group, shardings in ruled.items():
+        arrays = jax.tree_util.tree_leaves_with_path(getattr(program.abstract, group))
+        pairs = zip(jax.tree.leaves(getattr(taken, group)), jax.tree.leaves(shardings), strict=True)
+        for (path, array), (actual, right) in zip(arrays, pairs, strict=True):
+            held, meant = (math.prod(s.shard_shape(array.shape)) * array.dtype.itemsize for s in (actual, right))
+            if held > meant:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                why = f"a device takes {held:,} bytes of the {group}, and the rules split them to {meant:,}"
+                found.append(Replicated(name, held, why))
+    return found
 
 
 def _hardware(config: Config, target: str) -> Target:

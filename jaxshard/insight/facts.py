@@ -25,7 +25,7 @@ from jaxshard.training.program import Program
 
 Dims = tuple[int, ...]
 FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
-"""Bytes of an element -> its HLO type. fp16's is not told from bf16's: both are 16 bits wide."""
+"""Bytes of an element -> its HLO type, of gradients (fp32 or wider) and of 16-bit floats but fp16."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ class Facts:
     loss_chunks: int
     loss_positions: int
     """Positions of all chunks together: T rounded up to whole chunks."""
+    compute: str
+    """HLO type of activations: bf16, f16, f32 or f64."""
     activation_bytes: int
     """Of one element."""
     parameter_bytes: int
@@ -133,6 +135,16 @@ class Facts:
         count = (math.prod(dims),)
         vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total)}
         return self._names.get(count, "") if len(sizes) == 1 or count[0] in vectors else ""
+
+    def padded(self, dims: Sequence[int]) -> str:
+        """Path of a weight whose dims these are with up to 2 % of padding, or ""."""
+        sizes = sorted(dim for dim in dims if dim > 1)
+        for weight in self.weights:
+            own = sorted(dim for dim in weight.local if dim > 1)
+            fits = len(own) == len(sizes) and all(a <= b <= 1.02 * a for a, b in zip(own, sizes, strict=True))
+            if fits and not weight.vector:
+                return weight.path
+        return ""
 
     @cached_property
     def _names(self) -> dict[Dims, str]:
@@ -182,6 +194,7 @@ def facts_of(program: Program) -> Facts:
         saved=saved,
         loss_chunks=chunks,
         loss_positions=chunks * chunk,
+        compute={"bfloat16": "bf16"}.get(name := jnp.dtype(layout.policy.compute).name, name.replace("float", "f")),
         activation_bytes=size(layout.policy.compute),
         parameter_bytes=size(layout.policy.parameters),
         gradient_bytes=size(layout.policy.gradients),

@@ -37,6 +37,8 @@ class Row:
     note: str
     name: str
     """HLO instruction."""
+    form: str
+    """plain, pair, fused, async fused or send."""
 
     @property
     def total(self) -> int:
@@ -81,6 +83,7 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
                 dtype=dtype,
                 note="; ".join(note for note in (found.note, _branches(found)) if note),
                 name=found.name,
+                form=found.form,
             )
         )
     return result
@@ -107,7 +110,8 @@ def _overlap(found: Collective) -> str:
         return ""
     work = found.overlap
     flops = f"{work.flops / 1e9:,.2f} GFLOP in " if work.flops else ""
-    return f"{flops}{len(work.instructions)} instructions" if work.instructions else "nothing"
+    count = len(work.instructions)
+    return f"{flops}{count} instruction{'s' if count > 1 else ''}" if count else "nothing"
 
 
 def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tuple[Subject, int]]:
@@ -132,6 +136,8 @@ def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tu
                 subject = Subject(found.kind, found.axes, piece.dims, array.dtype, each, _is_parameter(each))
                 result.append((subject, piece.elements * array.bytes // max(1, array.elements)))
         else:
+            if array.dtype == "u32" and facts and facts.activation_bytes == 2:
+                array = Array(facts.compute, (2 * array.elements,))  # a TPU's pairs of fp16
             subject = Subject(found.kind, found.axes, array.dims, array.dtype, own, _is_parameter(own))
             result.append((subject, array.bytes))
     return result

@@ -28,7 +28,7 @@ def mesh_picture(sizes: Mapping[str, int]) -> str:
     blocks = math.prod(size for _, size in outer)
     shown_across, shown_down, shown_blocks = min(across, MOST), min(down, MOST), min(blocks, 4)
     box, gap = 34, 26
-    width = max(180, 50 + shown_blocks * (shown_across * box + gap))
+    width = max(360, 50 + shown_blocks * (shown_across * box + gap))
     height = 52 + shown_down * box + 20
     parts = [_text(8, 16, f"model (tp) = {across} across, data (dp) = {down} down", anchor="start")]
     for block in range(shown_blocks):

@@ -14,6 +14,8 @@ from jaxshard.insight.facts import FLOATS, Dims, Facts
 
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")
+STEPS = "in steps beside the product"
+"""TPU: a collective matmul sends parts to a neighbour while it multiplies others."""
 SCALARS = 64
 """An array of at most so many elements is bookkeeping: losses, norms, counts, flags."""
 
@@ -138,7 +140,10 @@ def _with(text: str, *details: str) -> str:
 
 def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None:
     """Over the data groups: weights, their gradients, or nothing that a rule asks for."""
-    weight = facts.named(subject.dims)
+    if subject.kind == "collective-permute" and where.operation == "dot_general":
+        family = "gradient" if where.phase == "backward" or where.scope == "loss" else "gather"
+        return Reason(family, _with(FAMILIES[family], STEPS))
+    weight = facts.named(subject.dims) or (facts.padded(subject.dims) if subject.kind == "reduce-scatter" else "")
     if not weight:
         return None
     gradient = subject.dtype == FLOATS[facts.gradient_bytes]
@@ -174,6 +179,10 @@ def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     summed = subject.kind in ("all-reduce", "reduce-scatter")
     if subject.axes == ("stage",) and subject.kind == "collective-permute":
         return Reason("send", _with(FAMILIES["send"], "backward" if where.phase == "backward" else ""))
+    if subject.kind == "collective-permute" and where.operation == "dot_general" and where.scope != "loss":
+        backward = where.phase == "backward"
+        family = ("column" if backward else "row") if "->btd" in subject.op_name else "sequence"
+        return Reason(family, _with(FAMILIES[family], STEPS))
     if subject.axes == ("stage",) and summed and where.scope == "" and facts.width in subject.dims:
         return Reason("stage", FAMILIES["stage"])
     if where.scope == "loss" and where.phase != "backward":

@@ -1,0 +1,77 @@
+"""Layouts whose traffic is compared with theory, by name. Tiny models: sizes do not matter to the rules."""
+
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+
+LLAMA = {
+    "family": "llama",
+    "d_model": 128,
+    "n_layers": 3,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "head_dim": 32,
+    "d_ff": 384,
+    "vocab_size": 1000,
+}
+GPT2 = {"family": "gpt2", "d_model": 128, "n_layers": 3, "n_heads": 8, "d_ff": 512, "vocab_size": 1000}
+
+
+def config(mesh, zero=0, model=None, optim="adamw", pack=True, **train):
+    return Config(
+        mesh=mesh,
+        zero=zero,
+        model=ModelConfig(**(LLAMA if model is None else model)),
+        data=DataConfig(seq_len=64, pack=pack),
+        optim=OptimConfig(name=optim),
+        train=TrainConfig(**({"global_batch": 16, "precision": "bf16"} | train)),
+    )
+
+
+SP = {"sequence_parallel": True}
+FULL_KV = LLAMA | {"n_kv_heads": 8}
+FAST = {
+    "ddp": config("dp=8"),
+    "zero 3 with tp": config("dp=4,tp=2", 3),
+    "zero 1, deferred, sp": config("dp=2,tp=4", 1, accumulation=2, **SP),
+    "hsdp zero 3, accumulation, sp": config("replica=2,dp=2,tp=2", 3, accumulation=2, **SP),
+}
+SLOW = {
+    "zero 1": config("dp=8", 1),
+    "zero 2": config("dp=8", 2),
+    "zero 3": config("dp=8", 3),
+    "ddp, deferred": config("dp=8", accumulation=2),
+    "zero 1, deferred": config("dp=8", 1, accumulation=2),
+    "zero 2, accumulation": config("dp=8", 2, accumulation=2),
+    "zero 3, accumulation": config("dp=8", 3, accumulation=2),
+    "ddp with tp": config("dp=4,tp=2"),
+    "zero 1 with tp": config("dp=4,tp=2", 1),
+    "zero 2 with tp": config("dp=4,tp=2", 2),
+    "tp": config("tp=8", model=FULL_KV),
+    "tp, dots": config("tp=8", model=FULL_KV, remat="dots"),
+    "tp, full": config("tp=8", model=FULL_KV, remat="full"),
+    "tp, named": config("tp=8", model=FULL_KV, remat="names:residual,attention"),
+    "tp sp": config("tp=8", model=FULL_KV, **SP),
+    "tp sp, dots": config("tp=8", model=FULL_KV, remat="dots", **SP),
+    "tp sp, full": config("tp=8", model=FULL_KV, remat="full", **SP),
+    "zero 3, dots": config("dp=8", 3, remat="dots"),
+    "zero 3, full": config("dp=8", 3, remat="full"),
+    "zero 3, offload": config("dp=8", 3, remat="offload"),
+    "tp, shared kv heads": config("tp=8", remat="full"),
+    "zero 3 with tp sp, full": config("dp=2,tp=4", 3, remat="full", **SP),
+    "zero 2 with tp, accumulation, full": config("dp=2,tp=4", 2, accumulation=2, remat="full"),
+    "replicas": config("replica=2,dp=4"),
+    "hsdp zero 1": config("replica=2,dp=4", 1),
+    "hsdp zero 3": config("replica=2,dp=4", 3, remat="full"),
+    "hsdp zero 1, deferred": config("replica=2,dp=4", 1, accumulation=2),
+    "gpt2 ddp with tp": config("dp=4,tp=2", model=GPT2),
+    "gpt2 zero 3 with tp": config("dp=4,tp=2", 3, model=GPT2),
+    "gpt2 tp sp": config("tp=8", model=GPT2, **SP),
+    "gpt2 zero 3, full": config("dp=8", 3, model=GPT2, remat="full"),
+    "fp32": config("dp=4,tp=2", 3, precision="fp32"),
+    "fp16": config("dp=4,tp=2", 1, precision="fp16"),
+    "pure-bf16": config("dp=8", 2, precision="pure-bf16"),
+    "loss in chunks": config("dp=4,tp=2", 3, loss_chunk=16),
+    "adafactor": config("dp=4,tp=2", 3, optim="adafactor"),
+    "lion": config("dp=8", 1, optim="lion"),
+    "dropout": config("dp=4,tp=2", 2, model=LLAMA | {"dropout": 0.1}),
+    "one document a row": config("dp=4,tp=2", 3, pack=False),
+}
