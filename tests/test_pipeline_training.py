@@ -9,9 +9,13 @@ import pytest
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
+from jaxshard.insight import absent
 from jaxshard.insight.absent import captured_stderr
+from jaxshard.insight.collectives import collectives
 from jaxshard.insight.compile import spmd_warnings
+from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel import schedule
+from jaxshard.parallel.mesh import AXES, MeshShape
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.invariance import compare, compile_quickly, one_step, synthetic_batch, wide_types
 from jaxshard.training.pipeline_plan import pipeline_notes
@@ -217,3 +221,29 @@ def test_a_checkpoint_goes_on_with_another_pipeline(tmp_path, mesh, options):
         saved.wait()
     assert len(natural[0]) > 40
     assert all(np.array_equal(a, b) for a, b in zip(*natural, strict=True))
+
+
+needs_gpu = pytest.mark.skipif(
+    not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    reason="GPU compiler not installed (jaxshard[gpu])",
+)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=needs_gpu)])
+def test_what_travels_in_a_tick(target, name):
+    """On the stage axis sends, and sums of at most one microbatch; on the data axis nothing (ZeRO-1)."""
+    untied = LLAMA | dict(tie_embeddings=False, attention="xla")
+    cfg = config(
+        "pp=4,dp=2", untied, schedule=name, microbatches=12, zero=1, precision="bf16", remat="full", loss_chunk=T
+    )
+    mesh = absent.mesh_for(parse_target(target), MeshShape(stage=4, data=2))
+    prog = build_program(cfg, list(mesh.devices.flat), mesh=mesh)
+    lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
+    text = (compile_quickly(lowered, prog) if target == "cpu:8" else lowered.compile()).as_text()
+    found = [one for one in collectives(text, dict(zip(AXES, prog.layout.shape.sizes, strict=True))) if one.loops]
+    values = cfg.train.global_batch // 2 // 12 * T * cfg.model.d_model
+    assert {one.kind for one in found} == {"collective-permute", "all-reduce"}
+    assert {one.axes for one in found} == {("stage",)}
+    # CPUs reduce 16 bits in fp32.
+    assert max(part.bytes for one in found for part in one.parts) == values * (4 if target == "cpu:8" else 2)

@@ -38,7 +38,7 @@ class Pipeline:
         group_axes: mesh axes over which data groups keep gradients apart; () where there are no groups.
         shard: (array, names of leading dims) -> the array, constrained. Names are "stages", None (slots), "groups";
             what follows them is [b, T, D].
-        place: constrains a tree of gradients, in the shape of `gradients`' argument `start`.
+        place_stages, place_shared: constrain gradients of the stages' and of the shared weights, as in `Sums`.
     """
 
     schedule: Schedule
@@ -47,7 +47,8 @@ class Pipeline:
     loss: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any]]
     group_axes: tuple[str, ...]
     shard: Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
-    place: Callable[[Any], Any] = lambda tree: tree
+    place_stages: Callable[[Any], Any] = lambda tree: tree
+    place_shared: Callable[[Any], Any] = lambda tree: tree
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -213,7 +214,6 @@ def _tick(run: _Run, phase: Phase, how: Mapping[str, How], carry: tuple[Buffers,
         buffers, _ = _forward_half(run, how["embed"], buffers, row)
     if phase.backward:
         buffers, sums = _backward_half(run, how, buffers, sums, row)
-        sums = run.pipeline.place(sums)
     return (buffers, sums), None
 
 
@@ -238,18 +238,19 @@ def _backward_half(
     again = lambda slots, x: run.stages(slots, row["bwd_chunk"], row["bwd_microbatch"], x)
     y, pull = jax.vjp(again, run.slots.stages, x)
     dy = jnp.where(_wide(row["bwd_live"], x), _take(buffers.backward, row["bwd_take"]), 0)
-    last = lambda sums: _loss(run, row["loss_microbatch"], y, sums)
-    none = lambda sums: (sums, jnp.zeros(y.shape[1:], y.dtype))
-    sums, dlast = _do(how["loss"], row["loss_live"], last, none, sums)
+    last = lambda shared, total: _loss(run, row["loss_microbatch"], y, shared, total)
+    none = lambda shared, total: (pipeline.place_shared(shared), total, jnp.zeros(y.shape[1:], y.dtype))
+    shared, total, dlast = _do(how["loss"], row["loss_live"], last, none, sums.shared, sums.sums)
     dy = jnp.where(_wide(row["bwd_loss"], x), dlast, dy)
     dslots, dx = pull(pipeline.over_stages(dy))
     add = pipeline.each_stage(pipeline.each_group(_add_chunk, (0, 0, None)))
-    sums = sums._replace(stages=jax.tree.map(lambda g, d: add(g, d, row["bwd_chunk"]), sums.stages, dslots))
+    stages = jax.tree.map(lambda g, d: add(g, d, row["bwd_chunk"]), sums.stages, dslots)
     live = row["embed_gradient_live"]
     first = lambda shared: _embed_gradient(run, row["embed_gradient_microbatch"], jnp.where(live, dx, 0), shared)
-    sums = sums._replace(shared=_do(how["embed_gradient"], live, first, lambda shared: shared, sums.shared))
+    shared = _do(how["embed_gradient"], live, first, pipeline.place_shared, shared)
     sent = pipeline.over_stages(_send(dx, -1))
-    return buffers._replace(backward=run.keep(_put(buffers.backward, row["bwd_put"], sent))), sums
+    buffers = buffers._replace(backward=run.keep(_put(buffers.backward, row["bwd_put"], sent)))
+    return buffers, Sums(pipeline.place_stages(stages), shared, total)
 
 
 def _add_chunk(sums: jax.Array, gradient: jax.Array, chunk: jax.Array) -> jax.Array:
@@ -257,14 +258,17 @@ def _add_chunk(sums: jax.Array, gradient: jax.Array, chunk: jax.Array) -> jax.Ar
     return sums + gradient[None] if sums.shape[0] == 1 else sums.at[chunk].add(gradient)
 
 
-def _loss(run: _Run, microbatch: jax.Array, y: jax.Array, sums: Sums) -> tuple[Sums, jax.Array]:
-    """Adds the loss of the last stage's output and its gradient; returns also the output's gradient [G, b, T, D]."""
+def _loss(run: _Run, microbatch: jax.Array, y: jax.Array, shared: Any, total: Any) -> tuple[Any, Any, jax.Array]:
+    """Adds the loss of the last stage's output and its gradient; returns also the output's gradient [G, b, T, D].
+
+    What a branch returns has no layout of its own: unconstrained, the sums would be gathered at its end.
+    """
     p = run.pipeline
     slope = jax.grad(p.loss, argnums=(1, 3), has_aux=True)
     each = p.each_group(lambda mb, y: slope(run.weights.shared, run.slots.shared, mb, y))
     (dshared, dy), more = each(run.of_tick(microbatch), p.shard(_only(y.shape[0] - 1, y), p.grouped))
     plus = lambda a, b: jax.tree.map(jnp.add, a, b)
-    return Sums(sums.stages, plus(sums.shared, dshared), plus(sums.sums, more)), p.shard(dy, p.grouped)
+    return p.place_shared(plus(shared, dshared)), plus(total, more), p.shard(dy, p.grouped)
 
 
 def _embed_gradient(run: _Run, microbatch: jax.Array, dx: jax.Array, shared: Any) -> Any:
@@ -276,7 +280,7 @@ def _embed_gradient(run: _Run, microbatch: jax.Array, dx: jax.Array, shared: Any
         return pull(dx)[0]
 
     more = p.each_group(slope)(run.of_tick(microbatch), p.shard(_only(0, dx), p.grouped))
-    return jax.tree.map(jnp.add, shared, more)
+    return p.place_shared(jax.tree.map(jnp.add, shared, more))
 
 
 def evaluate(pipeline: Pipeline, weights: Weights, start: Any, microbatches: Any) -> Any:

@@ -51,15 +51,18 @@ class _Cut:
         split = a.reshape(self.stages, -1, *a.shape[1:])
         return jax.lax.with_sharding_constraint(split, self.layout.sharding(PartitionSpec(spec[0], None, *spec[1:])))
 
-    def place(self, sums: Sums) -> Sums:
-        """Constrains gradients inside of the executor to the layout in which they are summed."""
+    def place_stages(self, blocks: Any) -> Any:
+        """Constrains gradients of the blocks, inside of the executor, to the layout in which they are summed."""
         groups = (spec_entry(BATCH_AXES),) if self.lead else ()
-        blocks = lambda spec: PartitionSpec(spec[0], *groups, None, None, *spec[1:])
-        shared = lambda spec: group_spec(spec) if self.lead else spec
-        put = lambda g, s, to: jax.lax.with_sharding_constraint(g, self.layout.sharding(to(s.gradients)))
-        specs = dict(self.layout.specs)
-        own = jax.tree.map(lambda g, s: put(g, s, blocks), sums.stages, specs.pop("blocks"))
-        return Sums(own, jax.tree.map(lambda g, s: put(g, s, shared), sums.shared, specs), sums.sums)
+        spec = lambda s: PartitionSpec(s.gradients[0], *groups, None, None, *s.gradients[1:])
+        put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
+        return jax.tree.map(put, blocks, self.layout.specs["blocks"])
+
+    def place_shared(self, shared: Any) -> Any:
+        """The same for gradients of all other weights."""
+        spec = lambda s: group_spec(s.gradients) if self.lead else s.gradients
+        put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
+        return {name: jax.tree.map(put, g, self.layout.specs[name]) for name, g in shared.items()}
 
 
 def _microbatches(layout: Layout, count: int, batch: Any) -> Any:
@@ -167,12 +170,12 @@ def pipelined(
     assert recipe.pipeline is not None
     schedule = recipe.pipeline.schedule
     cut = _Cut(layout, schedule.stages, schedule.chunks)
-    run = replace(_pipeline(recipe, step, weight), place=cut.place)
+    run = replace(_pipeline(recipe, step, weight), place_stages=cut.place_stages, place_shared=cut.place_shared)
     weights = _weights(recipe, cut, params)
     shared, entropy = dict(start[0]), start[1]
     blocks = jax.tree.map(cut.inside, shared.pop("blocks"))
     zero = jnp.zeros((layout.groups,) if layout.deferred else (), entropy.dtype)
-    sums = cut.place(Sums(blocks, shared, zero))
+    sums = Sums(cut.place_stages(blocks), cut.place_shared(shared), zero)
 
     def add(sums, part):
         return gradients(run, weights, sums, _microbatches(layout, schedule.microbatches, part)), None
