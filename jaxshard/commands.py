@@ -180,6 +180,7 @@ COMMANDS = (
         "jaxshard.insight.train:run",
         TrainOptions(),
         lambda options: options.saved_run,
+        wants_given=True,
     ),
     Command(
         "eval",

@@ -287,7 +287,8 @@ class Config:
 
     mesh: str | None = None
     """Devices per axis, such as dp=4,tp=2 (axes: replica, pp or stage, dp or data, tp or model); one may be -1.
-    By default all devices are on dp."""
+    By default all devices are on dp. auto, for train: the best plan for the devices that are present, where also what
+    is left at its default of ZeRO, recomputation, accumulation, pipeline and offload is chosen."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     output: str | None = None

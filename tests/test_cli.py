@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self):
         self.config, self.options, self.console, self.act = Config(), {}, None, lambda: None
 
-    def __call__(self, config, *, console, **options):
+    def __call__(self, config, *, console, given=None, **options):
         self.config, self.options, self.console = config, options, console
         return self.act()
 

@@ -302,22 +302,3 @@ def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
 def test_a_compiled_peak_above_the_limit_is_a_refusal(monkeypatch):
     with pytest.raises(InputError, match="refuses every layout"):
         confirmed(monkeypatch, lambda config, target: _Peak(100 * GIB), confirm=1)
-
-
-# For `train`.
-
-
-def test_automatic_mesh_keeps_what_the_user_changed():
-    config = replace(settings("llama3-8b", 64, 8192), mesh="auto", zero=2)
-    chosen = planner.automatic_mesh(config, parse_target("h100:8"))
-    assert chosen.zero == 2
-    assert resolve_mesh(chosen.mesh, 8).devices == 8
-
-
-def test_memory_forecast_warns():
-    config = settings("llama3-8b", 64, 8192)
-    arch, target = architecture(config.model), parse_target("h100:8")
-    line, fits = planner.memory_forecast(config, arch, resolve_mesh("dp=8", 8), target)
-    assert line.startswith("predicted: ")
-    assert "GiB of 79.11 GiB" in line
-    assert not fits

@@ -16,7 +16,7 @@ from jaxshard.insight.advice import reasons
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.confirm import compile_step, compiler_missing
 from jaxshard.insight.hardware import Target, parse_target
-from jaxshard.insight.memory import estimate, gib
+from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import Scored, Search, limit_of, nothing_fits, search, smallest_target
 from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
 from jaxshard.models.presets import Architecture, architecture
@@ -224,37 +224,6 @@ def _words(options: Mapping[str, str | None]) -> Iterator[str]:
         yield f"--{name}"
         if text is not None:
             yield text
-
-
-def automatic_mesh(config: Config, target: Target) -> Config:
-    """The configuration with the best plan for a target in it, for `train --mesh auto`: estimates only.
-
-    Everything that is searched and still has its default is free; what differs from the default is kept.
-
-    Raises:
-        InputError: nothing fits.
-    """
-    options = {name for name in SEARCHED if _value(config, name) != _value(Config(), name)}
-    given = Given(dict.fromkeys(options))
-    arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
-    return apply(config, find(config, arch, target, given, None, fewest=False).fitting[0].candidate)
-
-
-def _value(config: Config, option: str) -> Any:
-    value: Any = config
-    for name in option.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def memory_forecast(config: Config, arch: Architecture, shape: Any, target: Target) -> tuple[str, bool]:
-    """One line on the memory that a step will take, before it is compiled, and whether that fits."""
-    memory = estimate(config, arch, shape, target.chip.platform)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.largest(4) if size)
-    usable = target.chip.usable_bytes
-    of = f" of {gib(usable)}" if usable else ""
-    line = f"predicted: {gib(memory.total)}{of} on one device ({parts})"
-    return line, not usable or memory.total <= usable
 
 
 def _with_precision(config: Config, target: Target, given: Given) -> tuple[Config, list[str]]:

@@ -1,18 +1,28 @@
 """The command `train`: the training loop, with what is known beforehand about model and chips."""
 
+from functools import partial
 from typing import Any
 
 from jaxshard.config import Config
 from jaxshard.console import Console
+from jaxshard.insight import present
 from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.hardware import chip_of
+from jaxshard.options import Given
 from jaxshard.training import loop
+from jaxshard.training.foresight import Foresight
 from jaxshard.training.program import Program
 
 
-def run(config: Config, *, console: Console, resume: str | None) -> dict[str, Any]:
+def run(config: Config, *, console: Console, given: Given, resume: str | None) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
-    return loop.run(config, console=console, resume=resume, arithmetic=arithmetic)
+    foresight = Foresight(
+        arithmetic=arithmetic,
+        layout=partial(present.layout, console=console, given=given, resume=resume is not None),
+        memory=present.forecast,
+        remedy=partial(present.remedy, given=given),
+    )
+    return loop.run(config, console=console, resume=resume, foresight=foresight)
 
 
 def arithmetic(program: Program) -> tuple[float, float | None]:

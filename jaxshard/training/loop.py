@@ -19,8 +19,9 @@ from jaxshard.errors import RunError
 from jaxshard.inference.generate import sample_text
 from jaxshard.parallel.mesh import parse_mesh
 from jaxshard.training.checkpoint import Checkpoints
-from jaxshard.training.describe import memory_line, show_program
+from jaxshard.training.describe import memory_line, show_program, size_text
 from jaxshard.training.evaluate import Evaluator
+from jaxshard.training.foresight import AUTO, Forecast, Foresight, explained
 from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
@@ -63,46 +64,46 @@ class Run:
         return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
-Arithmetic = Callable[[Program], tuple[float, float | None]]
-"""From a program to (FLOPs per token, FLOP/s of all devices together or None where the chip is not known)."""
-
-
-def run(config: Config, *, console: Console, resume: str | None, arithmetic: Arithmetic) -> dict[str, Any]:
+def run(config: Config, *, console: Console, resume: str | None, foresight: Foresight) -> dict[str, Any]:
     """Trains, evaluates, and says where everything is.
 
     Args:
         config: of the run.
         console: where to say it.
         resume: "required", "auto" or None.
-        arithmetic: what the utilisation (MFU) is worked out from.
+        foresight: what is known of memory, speed and better layouts.
 
     Returns a summary with the exit code: 0 done, 3 stopped by a signal after saving.
 
     Raises:
         InputError: anything that can be known before compiling is checked before compiling.
+        RunError: the devices' memory does not suffice.
     """
     began = time.monotonic()
-    parse_mesh(config.mesh)  # before the folder is touched
+    if config.mesh != AUTO:
+        parse_mesh(config.mesh)  # before the folder is touched
     with ExitStack() as stack:
         request = stack.enter_context(stop_on_signal())
         folder = prepare_output(config, resume)
-        dataset, program = open_run(config)
-        config = resolved(config, program)
+        dataset, program = open_run(config, foresight.layout)
+        config = resolved(program.config, program)
         console.line(dataset.describe())
         show_program(program, console)
+        forecast = _forecast(program, foresight, console)
         saved = checkpoints(config)
         stack.callback(saved.close)
         if resume:
             _show_resume(program, saved, changes_since(config, folder), console)
+        stack.enter_context(explained(program, foresight))
         state, start = first_or_restored(program, saved, resume)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
-        figures = arithmetic(program)
+        figures = foresight.arithmetic(program)
         parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, *figures)
         write_config(config, folder, start)
         if 0 < parts.end <= start:
             console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
             return {"step": start, "output": str(folder)}
-        compiled = _compile(program, console)
+        compiled = _compile(program, forecast, console)
         state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
@@ -119,11 +120,21 @@ def _show_resume(program: Program, saved: Checkpoints, changes: list[str], conso
         console.line(f"changed since: {change}")
 
 
-def _compile(program: Program, console: Console) -> jax.stages.Compiled:
+def _forecast(program: Program, foresight: Foresight, console: Console) -> Forecast:
+    """Says what a device will hold at the peak of a step, and warns where it has less."""
+    forecast = foresight.memory(program)
+    console.line(forecast.line)
+    if forecast.warning:
+        console.warn(forecast.warning)
+    return forecast
+
+
+def _compile(program: Program, forecast: Forecast, console: Console) -> jax.stages.Compiled:
     """Compiles the step once; the loop calls the result, so nothing can compile it again."""
     began = time.monotonic()
     compiled = program.step.lower(program.abstract, program.abstract_batch()).compile()
-    console.line(f"{memory_line(compiled)} in {time.monotonic() - began:.1f} s")
+    said = f"{memory_line(compiled)}; predicted {size_text(forecast.total)}"
+    console.line(f"{said}; in {time.monotonic() - began:.1f} s")
     return compiled
 
 

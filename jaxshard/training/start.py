@@ -1,6 +1,7 @@
 """From a configuration to a program ready to run: data, devices, folder, first or restored state."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import open_devices
+from jaxshard.parallel.mesh import Device, open_devices
 from jaxshard.training.checkpoint import Checkpoints, describe
+from jaxshard.training.foresight import AUTO
 from jaxshard.training.layer_order import in_layer_order
 from jaxshard.training.program import Program, build_program
 from jaxshard.training.state import TrainState
@@ -22,14 +24,23 @@ FREE_TO_CHANGE = {"dropout", "attention", "max_seq_len"}
 """Fields of the model that may change when a run goes on: the parameters mean the same."""
 
 
-def open_run(config: Config) -> tuple[Dataset, Program]:
+def open_run(
+    config: Config, layout: Callable[[Config, Sequence[Device], int], Config] | None = None
+) -> tuple[Dataset, Program]:
     """Reads the data, opens the devices and derives the program; compiles nothing.
+
+    Args:
+        config: of the run.
+        layout: chooses the layout where the mesh is `AUTO`, as in `Foresight`.
 
     Raises:
         InputError: data, mesh, model or batch do not fit; see the parts.
     """
-    devices = open_devices(config.mesh, config.devices, config.fake_devices)
+    automatic = layout if config.mesh == AUTO else None
+    devices = open_devices(None if automatic else config.mesh, config.devices, config.fake_devices)
     dataset = build(config.data)
+    if automatic:
+        config = automatic(config, devices, dataset.tokenizer.vocab_size)
     program = build_program(config, devices, dataset.tokenizer.vocab_size)
     check_vocabulary(dataset, program.model.arch.vocab_size)
     return dataset, program

@@ -1,0 +1,201 @@
+"""The planner for a run on the devices that are present: its layout, its memory beforehand, and what to do without it.
+
+`train` is handed these functions (`jaxshard.training.foresight`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxshard.config import Config
+from jaxshard.config_file import load_config
+from jaxshard.console import Console
+from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.memory import Memory, estimate
+from jaxshard.insight.planner import command_line
+from jaxshard.insight.ranking import MARGIN, Scored, Search, nothing_fits, search
+from jaxshard.insight.search import SEARCHED, Candidate, Pins, apply
+from jaxshard.models.presets import architecture
+from jaxshard.options import Given
+from jaxshard.parallel.mesh import Device, MeshShape, parse_mesh
+from jaxshard.training.describe import size_text
+from jaxshard.training.foresight import Forecast
+from jaxshard.training.program import Program
+from jaxshard.training.start import CONFIG_FILE
+
+LESS = 0.9
+"""After out-of-memory a plan has to take less than this share of what was predicted, where that seemed to fit."""
+
+
+def present_target(devices: Sequence[Device]) -> Target:
+    """The devices of a run as a target."""
+    return parse_target(f"cpu:{len(devices)}" if devices[0].platform == "cpu" else "local")
+
+
+def device_limit(devices: Sequence[Device], target: Target) -> float | None:
+    """Bytes of a device that jax may use, where the device or the table of chips says so."""
+    said = [
+        (device.memory_stats() or {}).get("bytes_limit")
+        for device in devices
+        if device.process_index == jax.process_index()
+    ]
+    known = [size for size in (*said, target.chip.usable_bytes) if size]
+    return min(known, default=None)
+
+
+def layout(
+    config: Config,
+    devices: Sequence[Device],
+    tokenizer_size: int,
+    *,
+    console: Console,
+    given: Given,
+    resume: bool,
+) -> Config:
+    """The configuration with the best plan for the devices that are present, and a line that says what and why.
+
+    What stands on the command line or differs from its default is kept. A run that goes on keeps its layout, as long
+    as there are as many devices.
+
+    Raises:
+        InputError: nothing is legal or nothing fits.
+    """
+    pins = {field: _value(config, option) for option, field in SEARCHED.items() if _pinned(config, option, given)}
+    saved = _saved(config, len(devices)) if resume else None
+    if saved is not None:
+        kept = {option: _value(saved, option) for option, field in SEARCHED.items() if field not in pins}
+        console.line(f"mesh auto: the run goes on with its layout, {saved.mesh}, ZeRO-{kept.get('zero', config.zero)}")
+        return replace(_with(config, kept), mesh=saved.mesh)
+    target = present_target(devices)
+    limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
+    arch = architecture(config.model, tokenizer_size, config.data.seq_len)
+    free = Pins({}, pins)
+    found = search(config, arch, target, free, limit)
+    if not found.fitting:
+        raise nothing_fits(found, free, limit)
+    plan = found.fitting[0]
+    console.line(f"mesh auto: {words(plan.candidate)}: {_why(found, plan, pins)}")
+    return apply(config, plan.candidate)
+
+
+def words(c: Candidate) -> str:
+    """A layout in one line: "dp=4,tp=2, ZeRO-1, remat full, accumulation 4"."""
+    parts = [str(c.shape), f"ZeRO-{c.zero}", f"remat {c.remat}"]
+    if c.accumulation > 1:
+        parts.append(f"accumulation {c.accumulation}")
+    if c.microbatches:
+        chunks = f" with {c.virtual_stages} chunks" if c.virtual_stages else ""
+        parts.append(f"{c.microbatches} microbatches {c.schedule}{chunks}")
+    if c.sequence_parallel:
+        parts.append("sequence parallel")
+    if c.offload != "none":
+        parts.append("masters and moments in host memory")
+    return ", ".join(parts)
+
+
+def _why(found: Search, plan: Scored, pins: dict[str, Any]) -> str:
+    options = {field: option for option, field in SEARCHED.items()}
+    kept = ", ".join(f"{options[field]} {value}" for field, value in pins.items())
+    order = f"the fastest by prediction ({plan.seconds:.3g} s a step)" if found.timed else "the least work"
+    of = f" of {size_text(int(found.limit))}" if found.limit < math.inf else ""
+    size = size_text(plan.memory.total) + of
+    more = f"; kept as given: {kept}" if kept else ""
+    return f"{order} of {len(found.order):,} layouts that this model allows, {size} on a device{more}"
+
+
+def _pinned(config: Config, option: str, given: Given) -> bool:
+    return option in given.options or _value(config, option) != _value(Config(), option)
+
+
+def _value(config: Config, option: str) -> Any:
+    value: Any = config
+    for name in option.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _with(config: Config, values: dict[str, Any]) -> Config:
+    train = {option.removeprefix("train."): value for option, value in values.items() if option.startswith("train.")}
+    return replace(config, zero=values.get("zero", config.zero), train=replace(config.train, **train))
+
+
+def _saved(config: Config, count: int) -> Config | None:
+    """The configuration of the run so far, where its mesh has as many devices as there are."""
+    file = Path(config.output or ".") / CONFIG_FILE
+    if not file.is_file():
+        return None
+    saved = load_config(str(file))
+    return saved if math.prod(parse_mesh(saved.mesh).values()) == count else None
+
+
+def forecast(program: Program) -> Forecast:
+    """Memory of the step of a program, in closed form, against what a device has."""
+    devices = list(program.layout.mesh.devices.flat)
+    limit = device_limit(devices, present_target(devices))
+    memory = _estimate(program)
+    has = size_text(int(limit)) if limit else ""
+    of = f" of {has}" if has else ""
+    line = f"predicted: {size_text(memory.total)}{of} on one device ({_largest(memory)})"
+    warning = ""
+    if limit and memory.total > limit:
+        warning = (
+            f"the step will probably not fit: {size_text(memory.total)} predicted, {has} on a device; "
+            f"--mesh auto takes the best layout that fits{_preallocation(devices[0])}"
+        )
+    return Forecast(memory.total, line, warning)
+
+
+def remedy(program: Program, *, given: Given) -> str:
+    """After out-of-memory: the largest consumers, and the plan nearest to the program's layout that takes less."""
+    memory, devices = _estimate(program), list(program.layout.mesh.devices.flat)
+    consumers = f"The largest consumers of {size_text(memory.total)} predicted on one device: {_largest(memory)}"
+    found, limit = _smaller(program, memory, devices)
+    if not found.fitting:
+        return f"{consumers}. No layout helps: {nothing_fits(found, Pins({}, {}), limit)}"
+    plan = nearest_plan(found, _candidate(program.config, program.layout.shape))
+    command = command_line(program.config, plan.candidate, given)
+    goes_on = command.replace("run.py", "run.py train --resume auto", 1)  # the folder holds the run already
+    return (
+        f"{consumers}{_preallocation(devices[0])}. The nearest plan that fits is {words(plan.candidate)}, with "
+        f"{size_text(plan.memory.total)} on a device:\n  {goes_on}"
+    )
+
+
+def nearest_plan(found: Search, own: Candidate) -> Scored:
+    """The fitting plan that changes the fewest choices of a layout, the fastest of those."""
+    changed = lambda plan: (
+        sum(getattr(plan.candidate.shape, axis) != getattr(own.shape, axis) for axis in vars(own.shape))
+        + sum(getattr(plan.candidate, field) != getattr(own, field) for field in SEARCHED.values())
+    )
+    return min(found.fitting, key=changed)
+
+
+def _smaller(program: Program, memory: Memory, devices: Sequence[Device]) -> tuple[Search, float]:
+    """Every layout of the devices, and the bytes that it may take."""
+    target = present_target(devices)
+    limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
+    limit = limit if memory.total > limit else LESS * memory.total
+    return search(program.config, program.model.arch, target, Pins({}, {}), limit), limit
+
+
+def _candidate(config: Config, shape: MeshShape) -> Candidate:
+    return Candidate(shape, **{field: _value(config, option) for option, field in SEARCHED.items()})
+
+
+def _estimate(program: Program) -> Memory:
+    layout = program.layout
+    platform = present_target(list(layout.mesh.devices.flat)).chip.platform
+    return estimate(program.config, program.model.arch, layout.shape, platform)
+
+
+def _largest(memory: Memory) -> str:
+    return ", ".join(f"{name} {size_text(size)}" for name, size in memory.largest(4) if size)
+
+
+def _preallocation(device: Device) -> str:
+    """On GPUs jax takes a share of the memory when it starts (docs.jax.dev, GPU memory allocation)."""
+    return "" if device.platform in ("cpu", "tpu") else "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets jax use more"
