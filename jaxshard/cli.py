@@ -123,7 +123,7 @@ def execute(invocation: Invocation) -> int:
     if isinstance(result, dict):
         code = result.get("exit_code", 0)
         result = {key: value for key, value in result.items() if key != "exit_code"}
-    if invocation.common.json:
+    if invocation.common.json and not console.muted:
         print(json.dumps(_jsonable(result if isinstance(result, dict) else {}), indent=2, allow_nan=False))
     return code
 

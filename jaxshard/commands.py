@@ -121,6 +121,8 @@ class PlanOptions:
     """Look for the smallest number of devices, up to the target's, on which a plan fits."""
     confirm: int = 3
     """Plans that the target's compiler is asked about, where it is installed; 0 keeps to estimates."""
+    calibration: str | None = None
+    """File that `collectives --calibration` wrote on such devices: its network goes before the datasheet's."""
 
     def __post_init__(self):
         for name, ok, must in (
@@ -129,6 +131,16 @@ class PlanOptions:
         ):
             if not ok:
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be {must}")
+
+
+@dataclass(frozen=True)
+class CollectivesOptions:
+    """Options of collectives"""
+
+    largest: str | None = None
+    """Largest size, such as 64MiB; by default what the devices' memory allows, and 4MiB on a CPU."""
+    calibration: str | None = None
+    """File to write: the network's start, hop and bandwidths fitted to the measurements, for `plan --calibration`."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,12 @@ COMMANDS = (
         "Compile the train step, for absent hardware too, and say why every collective is there.",
         "jaxshard.insight.explain:run",
         ExplainOptions(),
+    ),
+    Command(
+        "collectives",
+        "Measure every collective over every mesh axis on the devices present, and check each result.",
+        "jaxshard.insight.measure:run",
+        CollectivesOptions(),
     ),
     Command(
         "check",

@@ -34,6 +34,11 @@ class Console:
         """True on a terminal."""
         return self._rich.is_terminal
 
+    @property
+    def muted(self) -> bool:
+        """True after `mute`."""
+        return self._muted
+
     def mute(self) -> None:
         """From now on says nothing: for all processes of a distributed run but the first."""
         self._muted = True

@@ -153,6 +153,20 @@ _MOST_CHIPS = {"v4": 4096, "v5p": 6144}
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a network was measured to do (`calibration.py`), one direction, per device."""
+
+    start: float
+    """Seconds of any collective besides hops and bytes."""
+    hop: float
+    """Seconds of one step of a ring or tree."""
+    fast: float | None
+    """Bytes a second inside a host or slice (torus: around one dimension); None: not measured."""
+    slow: float | None
+    """Bytes a second between hosts or slices; None: not measured."""
+
+
+@dataclass(frozen=True)
 class Target:
     """Hardware to compile for: present (local, cpu) or absent (the rest)."""
 
@@ -162,6 +176,8 @@ class Target:
     """Devices, all hosts together (one device a chip)."""
     topology: tuple[int, ...]
     """GPU and CPU: (hosts, devices per host). TPU: the chip grid."""
+    measured: Measured | None = None
+    """Goes before the chip's datasheet where it is there."""
 
     @property
     def devices_per_host(self) -> int:

@@ -5,13 +5,13 @@ A group is a mesh axis: its members are `stride` devices apart, so that min(size
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxshard.insight.efficiency import Constants, Software
-from jaxshard.insight.hardware import Target
+from jaxshard.insight.hardware import Measured, Target
 
 Number = Any
 """int, float or numpy array: formulas take both."""
@@ -31,6 +31,10 @@ class Fabric:
     """Torus: devices along one dimension; a larger group uses more dimensions, and their links."""
     dims: int = 1
     """Torus: dimensions."""
+    start: float | None = None
+    """Measured seconds of a collective besides hops and bytes; None takes the constant, as for `hop`."""
+    hop: float | None = None
+    """Measured seconds of one step of a ring or tree."""
 
     def fast_bandwidth(self, members: Number) -> Number:
         """Bytes a second of one member of a group of `members` in a node."""
@@ -47,11 +51,23 @@ def fabric(target: Target) -> Fabric:
     """
     chip = target.chip
     if chip.link.shape != "torus":
-        return Fabric(target.devices_per_host, chip.link.bandwidth, chip.network.bandwidth)
+        return with_measured(
+            Fabric(target.devices_per_host, chip.link.bandwidth, chip.network.bandwidth), target.measured
+        )
     edge = round(target.count ** (1 / chip.dims))
     closed = min(target.topology) >= (4 if chip.dims == 3 else 16)
     around = chip.link.bandwidth * (2 if closed else 1)
-    return Fabric(target.count, around, chip.network.bandwidth, max(2, edge), chip.dims)
+    return with_measured(Fabric(target.count, around, chip.network.bandwidth, max(2, edge), chip.dims), target.measured)
+
+
+def with_measured(net: Fabric, measured: Measured | None) -> Fabric:
+    """The same networks with what was measured; the shares that collectives reach of a datasheet are taken out."""
+    if measured is None:
+        return net
+    c = Constants()
+    fast = measured.fast / c.fast_links if measured.fast else net.fast
+    slow = measured.slow / c.slow_links if measured.slow else net.slow
+    return replace(net, fast=fast, slow=slow, start=measured.start, hop=measured.hop)
 
 
 @dataclass(frozen=True)
@@ -86,27 +102,31 @@ def all_reduce(g: Group, payload: Number, net: Fabric, c: Constants, software: S
     a node (a tree moves 2 x payload), a tree across nodes.
     """
     k, m = g.inside, g.nodes
+    hop = c.hop if net.hop is None else net.hop
     fast = c.fast_links * net.fast_bandwidth(k)
     slow = c.slow_links * net.slow * k
-    ring = ring_bytes(k, payload) / fast + 2 * (k - 1) * c.hop
-    tree = 2 * payload / fast + 2 * np.log2(np.maximum(k, 1)) * c.hop
+    ring = ring_bytes(k, payload) / fast + 2 * (k - 1) * hop
+    tree = 2 * payload / fast + 2 * np.log2(np.maximum(k, 1)) * hop
     inside = np.where(k > 1, np.minimum(ring, tree), 0.0)
-    across = np.where(m > 1, ring_bytes(m, payload) / np.maximum(slow, 1e-9) + 2 * np.log2(m) * c.hop, 0.0)
-    return np.where(g.size > 1, inside + across + start(c, software), 0.0)
+    across = np.where(m > 1, ring_bytes(m, payload) / np.maximum(slow, 1e-9) + 2 * np.log2(m) * hop, 0.0)
+    return np.where(g.size > 1, inside + across + start(net, c, software), 0.0)
 
 
 def reduce_scatter(g: Group, payload: Number, net: Fabric, c: Constants, software: Software) -> Number:
     """Seconds to reduce-scatter `payload` bytes per member, or to all-gather to `payload` bytes: half an all-reduce."""
     full = all_reduce(g, payload, net, c, software)
-    return np.where(g.size > 1, (full - start(c, software)) / 2 + start(c, software), 0.0)
+    return np.where(g.size > 1, (full - start(net, c, software)) / 2 + start(net, c, software), 0.0)
 
 
 def send(payload: Number, crosses: Number, net: Fabric, c: Constants, software: Software) -> Number:
     """Seconds to send `payload` bytes to the neighbouring stage; `crosses`: it lies in another node."""
     rate = np.where(crosses, c.slow_links * net.slow, c.fast_links * net.fast)
-    return payload / np.maximum(rate, 1e-9) + c.hop + start(c, software) * (0 if software.eager else 1)
+    hop = c.hop if net.hop is None else net.hop
+    return payload / np.maximum(rate, 1e-9) + hop + start(net, c, software) * (0 if software.eager else 1)
 
 
-def start(c: Constants, software: Software) -> float:
+def start(net: Fabric, c: Constants, software: Software) -> float:
     """Seconds that any collective takes besides moving bytes."""
+    if net.start is not None:
+        return net.start
     return c.rendezvous if software.rendezvous is None else software.rendezvous

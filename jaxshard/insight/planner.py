@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.insight.advice import reasons
+from jaxshard.insight.calibration import calibrated
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.confirm import compile_step, compiler_missing
 from jaxshard.insight.hardware import Target, parse_target
@@ -72,6 +74,7 @@ def run(
     memory_limit: float | None,
     fewest: bool,
     confirm: int,
+    calibration: str | None,
 ) -> dict[str, Any]:
     """Searches, confirms, and prints; options as in `commands.PlanOptions`.
 
@@ -81,6 +84,8 @@ def run(
     hardware = parse_target(target)
     if network is not None:
         hardware = hardware.with_network(_network(network))
+    if calibration is not None:
+        hardware = calibrated(hardware, Path(calibration))
     config, notes = _with_precision(config, hardware, given)
     arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
     found = find(config, arch, hardware, given, memory_limit, fewest)

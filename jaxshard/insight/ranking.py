@@ -13,7 +13,7 @@ from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.cost import StepTime
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.memory import Memory, estimate, gib
-from jaxshard.insight.search import NOMINAL, Candidate, Pins, apply, candidates, machine_of, predict_times
+from jaxshard.insight.search import Candidate, Pins, apply, candidates, is_known, predict_times
 from jaxshard.insight.state_bytes import elements_per_device, state_bytes, table_of
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.mesh import MeshShape
@@ -100,7 +100,7 @@ class Search:
 
     @property
     def timed(self) -> bool:
-        return machine_of(self.target) is not NOMINAL
+        return is_known(self.target)
 
     @cached_property
     def whole_state(self) -> int:
@@ -193,6 +193,7 @@ def larger_targets(target: Target, most: int | None = None) -> Iterator[Target]:
         if target.chip.name not in CHIPS:
             return
         found = parse_target(f"{target.chip.name}:{size}").with_network(target.chip.network.bandwidth)
+        found = replace(found, measured=target.measured)
         if found.chip.usable_bytes != target.chip.usable_bytes or (most is not None and found.count > most):
             return
         yield found

@@ -13,10 +13,10 @@ import numpy as np
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.insight.cost import Parallelism, StepTime, stack, step_time
-from jaxshard.insight.efficiency import XLA, XLA_UNFUSED, MatrixUnits
+from jaxshard.insight.efficiency import MATRIX_UNITS, XLA, XLA_UNFUSED, MatrixUnits
 from jaxshard.insight.hardware import GPUS_PER_HOST, Target
 from jaxshard.insight.kernels import Machine, machine
-from jaxshard.insight.links import Fabric
+from jaxshard.insight.links import Fabric, with_measured
 from jaxshard.insight.state_bytes import table_of
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import padded_vocab
@@ -281,12 +281,15 @@ def _shardable(arch: Architecture, optim: Any, precision: str, shape: MeshShape)
 
 
 def machine_of(target: Target) -> Machine:
-    """The target for the time model; `NOMINAL` where its figures are not known."""
-    known = target.chip.bf16_flops > 0 and target.chip.memory_bandwidth > 0
-    try:
-        return machine(target) if known else NOMINAL
-    except KeyError:
-        return NOMINAL
+    """The target for the time model; `NOMINAL`, but for a measured network, where its figures are not known."""
+    if is_known(target):
+        return machine(target)
+    return NOMINAL if target.measured is None else replace(NOMINAL, net=with_measured(NOMINAL.net, target.measured))
+
+
+def is_known(target: Target) -> bool:
+    """Whether seconds can be predicted: the chip's speed is in the tables."""
+    return target.chip.name in MATRIX_UNITS
 
 
 def predict_times(
