@@ -1,6 +1,15 @@
 """Layouts whose traffic is compared with theory, by name. Tiny models: sizes do not matter to the rules."""
 
+import pytest
+
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.insight.absent import devices_for, mesh_for
+from jaxshard.insight.compile import Compiled, compile_for
+from jaxshard.insight.confirm import compiler_missing
+from jaxshard.insight.explain import Explanation, explain_program
+from jaxshard.insight.hardware import parse_target
+from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.training.program import Program, build_program
 
 LLAMA = {
     "family": "llama",
@@ -75,3 +84,61 @@ SLOW = {
     "dropout": config("dp=4,tp=2", 2, model=LLAMA | {"dropout": 0.1}),
     "one document a row": config("dp=4,tp=2", 3, pack=False),
 }
+
+DEEP = LLAMA | {"n_layers": 8}
+
+
+def pipeline(mesh, zero=0, model=None, **train):
+    return config(mesh, zero, DEEP if model is None else model, **({"microbatches": 4} | train))
+
+
+PIPELINES = {
+    "gpipe": pipeline("pp=4,dp=2", schedule="gpipe"),
+    "1f1b, zero 1": pipeline("pp=2,dp=2,tp=2", 1),
+    "interleaved, tp": pipeline("pp=2,dp=2,tp=2", virtual_stages=2),
+    "interleaved, zero 1, sp, accumulation": pipeline(
+        "pp=2,dp=2,tp=2", 1, virtual_stages=2, accumulation=2, microbatches=2, **SP
+    ),
+    "1f1b, tp sp, full": pipeline("pp=4,tp=2", remat="full", **SP),
+    "1f1b, zero 2": pipeline("pp=2,dp=4", 2),
+    "gpipe, zero 2 with tp": pipeline("pp=2,dp=2,tp=2", 2, schedule="gpipe"),
+    "1f1b, zero 3": pipeline("pp=2,dp=4", 3),
+    "1f1b, zero 3 with tp, full": pipeline("pp=2,dp=2,tp=2", 3, remat="full"),
+    "1f1b, zero 3 gathered once": pipeline("pp=2,dp=4", 3, pipeline_gather="step"),
+    "interleaved, zero 3": pipeline("pp=2,dp=4", 3, virtual_stages=2),
+    "gpt2 1f1b, zero 1": pipeline("pp=2,dp=2,tp=2", 1, model=GPT2 | {"n_layers": 8}),
+}
+
+ALL = FAST | SLOW | PIPELINES
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of CPU and GPU compilers: machine code, which nobody runs here, is not optimised; collectives are."""
+
+
+def program_for(case: Config, target: str) -> Program:
+    """The program of a layout; the test is skipped where the target's compiler is missing."""
+    hardware = parse_target(target)
+    missing = compiler_missing(hardware)
+    if missing:
+        pytest.skip(missing)
+    mesh = mesh_for(hardware, resolve_mesh(case.mesh, hardware.count))
+    return build_program(case, devices_for(hardware), mesh=mesh)
+
+
+def ledger(program: Program, target: str) -> Explanation:
+    hardware = parse_target(target)
+    options = None if hardware.chip.platform == "tpu" else QUICK
+    batch = program.abstract_batch()
+    compiled = compile_for(hardware, program.step, program.abstract, batch, buffers=False, options=options)
+    assert isinstance(compiled, Compiled)
+    return explain_program(program, compiled)
+
+
+def agreeing(case: Config, target: str) -> Explanation:
+    """The ledger of a layout, after checking that what is found is what is expected."""
+    found = ledger(program_for(case, target), target)
+    assert found.check is not None
+    assert found.check.missing == ()
+    assert found.check.unexpected == ()
+    assert found.warnings == ()
+    return found

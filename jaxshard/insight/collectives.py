@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from jaxshard.insight.flops import instruction_flops
 from jaxshard.insight.groups import Span, span
-from jaxshard.insight.hlo import Array, Instruction, Module, Shape, leaves, parse, shape_bytes
+from jaxshard.insight.hlo import Array, Computation, Instruction, Module, Shape, leaves, parse, shape_bytes
 from jaxshard.insight.loops import Loop, Scope, scopes
 
 KINDS = (
@@ -121,7 +121,8 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 def module_collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """The collectives of a parsed module, in program order of each scope."""
-    return [found for scope in scopes(module) for found in _scope_collectives(scope, mesh_shape)]
+    started = _started_in_fusions(module)
+    return [found for scope in scopes(module) for found in _scope_collectives(scope, mesh_shape, started)]
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,31 @@ class _Site:
     end: int
 
 
-def _scope_collectives(scope: Scope, mesh_shape: Mapping[str, int]) -> Iterator[Collective]:
-    sites = list(_sites(scope))
+def _scope_collectives(scope: Scope, mesh_shape: Mapping[str, int], started: set[str]) -> Iterator[Collective]:
+    sites = list(_sites(scope, started))
     for site in sites:
         yield _describe(scope, site, sites, mesh_shape)
 
 
-def _sites(scope: Scope) -> Iterator[_Site]:
+def _key(inner: Instruction) -> str:
+    """What the repetitions of one asynchronous fused collective have in common."""
+    return " ".join((inner.opcode, inner.shape_text.split("{")[0], inner.attribute("channel_id") or ""))
+
+
+def _targets(computation: Computation) -> set[str | None]:
+    return {each.attribute("custom_call_target") for each in computation.instructions if each.opcode == "custom-call"}
+
+
+def _started_in_fusions(module: Module) -> set[str]:
+    """Keys of the collectives that some fusion starts; others carry them along, also within a loop, and end them."""
+    starting = [c for c in module.computations.values() if "AsyncCollectiveStart" in _targets(c)]
+    return {_key(inner) for computation in starting for inner in computation.instructions if inner.opcode in KINDS}
+
+
+def _sites(scope: Scope, started: set[str]) -> Iterator[_Site]:
     """Finds the collectives of one schedule, each once."""
     if scope.kind == "call" and scope.caller is not None and scope.caller.opcode == "async-start":
         return  # the async-start that wraps this computation stands for it
-    carried: set[tuple[str, str]] = set()
     for index, instruction in enumerate(scope.computation.instructions):
         opcode = instruction.opcode
         if opcode in KINDS:
@@ -169,46 +184,40 @@ def _sites(scope: Scope) -> Iterator[_Site]:
                     shape = _logical(inner.opcode, inner, inner.shape, wrapped)
                     yield _Site(inner.opcode, "pair", inner, instruction, shape, index, _end(scope, index))
         elif opcode == "fusion":
-            yield from _fused(scope, index, instruction, carried)
+            yield from _fused(scope, index, instruction, started)
 
 
-def _fused(scope: Scope, index: int, fusion: Instruction, carried: set[tuple[str, str]]) -> Iterator[_Site]:
-    """Collectives inside a fusion; `carried` holds the asynchronous ones that are under way in this schedule."""
+def _fused(scope: Scope, index: int, fusion: Instruction, started: set[str]) -> Iterator[_Site]:
+    """Collectives inside a fusion; `started`: of the asynchronous ones, only the fusion that starts it counts."""
     fused = scope.module.computations[fusion.called[0]]
     inner_scope = Scope(scope.module, fused, parent=scope, caller=fusion, kind="fusion")
-    inside = fused.instructions
-    targets = {inner.attribute("custom_call_target") for inner in inside if inner.opcode == "custom-call"}
-    for inner in inside:
+    starts = "AsyncCollectiveStart" in _targets(fused)
+    for inner in fused.instructions:
         if inner.opcode == "fusion":
-            yield from _fused(inner_scope, index, inner, carried)
+            yield from _fused(inner_scope, index, inner, started)
         if inner.opcode not in KINDS:
             continue
-        key = (inner.opcode, inner.shape_text.split("{")[0] + (inner.attribute("channel_id") or ""))
         shape = _logical(inner.opcode, inner, inner.shape, inner_scope)
-        if "AsyncCollectiveStart" in targets:
-            carried.add(key)
-            yield _Site(inner.opcode, "async fused", inner, fusion, shape, index, _fused_end(scope, index, key))
-        elif key in carried:
-            if "AsyncCollectiveDone" in targets:
-                carried.discard(key)
+        if starts:
+            end = _fused_end(scope, index, _key(inner))
+            yield _Site(inner.opcode, "async fused", inner, fusion, shape, index, end)
+        elif _key(inner) in started:
+            continue
         elif fused.name.startswith("all-reduce-scatter"):
             yield _Site("reduce-scatter", "fused", inner, fusion, shape, index, index)
         else:
             yield _Site(inner.opcode, "fused", inner, fusion, shape, index, index)
 
 
-def _fused_end(scope: Scope, start: int, key: tuple[str, str]) -> int:
+def _fused_end(scope: Scope, start: int, key: str) -> int:
     """Position of the fusion with the AsyncCollectiveDone of the collective `key`."""
     schedule = scope.computation.instructions
     for index in range(start + 1, len(schedule)):
         if schedule[index].opcode != "fusion":
             continue
-        inside = scope.module.computations[schedule[index].called[0]].instructions
-        repeats = any(
-            inner.opcode == key[0] and inner.shape_text.split("{")[0] + (inner.attribute("channel_id") or "") == key[1]
-            for inner in inside
-        )
-        if repeats and any(inner.attribute("custom_call_target") == "AsyncCollectiveDone" for inner in inside):
+        fused = scope.module.computations[schedule[index].called[0]]
+        repeats = any(inner.opcode in KINDS and _key(inner) == key for inner in fused.instructions)
+        if repeats and "AsyncCollectiveDone" in _targets(fused):
             return index
     return len(schedule)
 

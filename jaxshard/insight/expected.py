@@ -15,6 +15,12 @@ An all-reduce sends twice what the other two send, so that stages 0 to 2 send al
 the scattered parts are all-reduced over it. Tensor parallelism: 2 all-reduces of S a layer forward and 2 backward
 (Megatron, Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence parallelism (Korthikanti et al.
 2022).
+
+In a pipeline S is one microbatch, and the schedule's table says how often everything runs. All stages compute in every
+tick, idle ones in vain, so that ticks count and not microbatches: F forward halves, each a pass of the stage's chunk, B
+backward halves, each a pass forward again and one backward; ticks that embed, that take a loss, or that bring the
+embedding's gradient. Over `stage` go F + B permutes of S, and sums that tell all devices one stage's value: the last
+output for the loss, the first input gradient for the embedding, both of whose vocabulary lies over `stage` and `model`.
 """
 
 from collections.abc import Iterator
@@ -22,6 +28,7 @@ from dataclasses import dataclass
 
 from jaxshard.insight.facts import Facts, WeightFact
 from jaxshard.insight.reasons import FAMILIES
+from jaxshard.parallel.schedule import Phase, Schedule
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Expected:
     count: int
     text: str
     hoistable: bool = False
-    """A compiler may move it out of the accumulation loop, since sums commute: then once instead of in every part."""
+    """A compiler may move it out of the accumulation loop (a sum commutes, a parameter stays): then once a step."""
     optional: bool = False
     """A compiler may avoid it."""
 
@@ -56,23 +63,57 @@ class Expected:
         return 0 if self.optional else self.bytes if self.hoistable else self.total
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What one device runs in one accumulation part: layers, one after another, and embeddings and losses."""
+
+    forward: int
+    """Layers run forward."""
+    again: int
+    """Layers run forward once more before their backward: a pipeline saves only what enters a stage."""
+    backward: int
+    """Layers run backward."""
+    embed: int
+    loss: int
+    embed_gradient: int
+
+    @property
+    def forwards(self) -> int:
+        return self.forward + self.again
+
+    def backward_of(self, weight: WeightFact) -> int:
+        """Times that a gradient of one layer of this weight is made."""
+        return {"blocks": self.backward, "embedding": self.embed_gradient, "head": self.loss}[weight.group]
+
+
+def passes(facts: Facts) -> Passes:
+    """From the model; in a pipeline from the schedule."""
+    if facts.schedule is None:
+        return Passes(facts.layers, 0, facts.layers, 1, 1, 1)
+    phases, each = facts.schedule.phases, facts.layers // facts.schedule.chunks
+    ticks = lambda runs: sum(phase.stop - phase.start for phase in phases if runs(phase))
+    backward = each * ticks(lambda phase: phase.backward)
+    return Passes(
+        forward=each * ticks(lambda phase: phase.forward),
+        again=backward,
+        backward=backward,
+        embed=ticks(lambda phase: phase.embed != "never"),
+        loss=ticks(lambda phase: phase.loss != "never"),
+        embed_gradient=ticks(lambda phase: phase.embed_gradient != "never"),
+    )
+
+
 def expected(facts: Facts) -> list[Expected]:
-    """The expected traffic of one training step without a pipeline; rows of one family and axes add up."""
-    found = [*_gradients(facts), *_updates(facts), *_gathers(facts)]
+    """The expected traffic of one training step; rows of one family and axes add up."""
+    runs = passes(facts)
+    found = [*_gradients(facts, runs), *_updates(facts), *_gathers(facts, runs)]
     if facts.used("stage", "model"):
-        found += _vocabulary(facts)
+        found += _vocabulary(facts, runs)
     if facts.used("model"):
-        found += _layers(facts)
+        found += _layers(facts, runs)
+    if facts.schedule is not None:
+        found += _stages(facts, facts.schedule, runs)
     return [row for row in found if row.axes and row.total]
-
-
-def not_derived(facts: Facts) -> str:
-    """Why a step cannot be compared, or "". The place for a pipeline's own rows is `expected`."""
-    if facts.mesh.stage > 1:
-        return (
-            "the expected traffic of pipelines is not derived: found traffic is listed with its reasons, not compared"
-        )
-    return ""
 
 
 def open_families(facts: Facts) -> dict[str, str]:
@@ -88,21 +129,28 @@ def _sum(weights: list[WeightFact]) -> int:
     return sum(weight.total for weight in weights)
 
 
-def _gradients(facts: Facts) -> Iterator[Expected]:
+def _made(facts: Facts, runs: Passes, weights: list[WeightFact]) -> int:
+    """Elements of the gradients that are reduced in one part, or in the step where reduction is deferred."""
+    return _sum(weights) if facts.deferred else sum(w.elements * runs.backward_of(w) for w in weights)
+
+
+def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Matrices and vectors apart: where the sums of vectors go first is the compiler's choice."""
     g, both = facts.gradient_bytes, facts.used("replica", "data")
     if not both:
         return
     calls = 1 if facts.deferred else facts.accumulation
+    made = lambda weights: g * _made(facts, runs, weights)
     spread = [w for w in facts.weights if w.spread and not w.vector]
     whole = [w for w in facts.weights if not w.spread and not w.vector]
-    yield Expected("gradient", "all-reduce", both, g * _sum(whole), calls, "gradients", hoistable=calls > 1)
-    yield Expected("gradient", "reduce-scatter", facts.used("data"), g * _sum(spread), calls, "gradients")
+    yield Expected("gradient", "all-reduce", both, made(whole), calls, "gradients", hoistable=calls > 1)
+    yield Expected("gradient", "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
     table = [w for w in facts.weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
     kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", both)
-    yield Expected("gradient", kind, axes, g * _sum(table), calls, "the tied table's gradient once more, as head")
+    again = g * runs.loss * _sum(table)
+    yield Expected("gradient", kind, axes, again, calls, "the tied table's gradient once more, as head")
     if facts.used("replica"):
-        parts = g * _sum([*spread, *(w for w in table if w.spread)]) // facts.mesh.data
+        parts = (made(spread) + again * any(w.spread for w in table)) // facts.mesh.data
         text = "gradient shards across replicas"
         yield Expected("gradient", "all-reduce", facts.used("replica"), parts, calls, text, hoistable=calls > 1)
 
@@ -116,62 +164,95 @@ def _updates(facts: Facts) -> Iterator[Expected]:
     yield Expected("update", "all-gather", data, p * _sum(vectors), 1, "norms and biases", optional=True)
 
 
-def _gathers(facts: Facts) -> Iterator[Expected]:
-    """ZeRO-3: each weight before each use, in every accumulation part."""
+def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
+    """ZeRO-3: each weight before each use, in every accumulation part; or all once a step, in a pipeline that can."""
     p, data, parts = facts.parameter_bytes, facts.used("data"), facts.accumulation
     stored = [w for w in facts.weights if w.stored_spread]
+    if facts.gathered_once:
+        matrices, vectors = ([w for w in stored if w.vector is vector] for vector in (False, True))
+        yield Expected("gather", "all-gather", data, p * _sum(matrices), 1, "all, once")
+        yield Expected("gather", "all-gather", data, p * _sum(vectors), 1, "norms and biases, once", optional=True)
+        return
     blocks = [w for w in stored if w.group == "blocks"]
     matrices, vectors = ([w for w in blocks if w.vector is vector] for vector in (False, True))
     each = lambda weights: p * sum(w.elements for w in weights)
-    calls = facts.layers * parts
-    yield Expected("gather", "all-gather", data, each(matrices), calls, "layers, forward")
-    yield Expected("gather", "all-gather", data, each(matrices), calls, "layers, backward")
-    yield Expected("gather", "all-gather", data, each(vectors), calls, "norms and biases, forward", optional=True)
+    forward, backward = runs.forwards * parts, runs.backward * parts
+    yield Expected("gather", "all-gather", data, each(matrices), forward, "layers, forward")
+    yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward")
+    yield Expected("gather", "all-gather", data, each(vectors), forward, "norms and biases, forward", optional=True)
     # Norm scales and biases are needed again only where what they make is computed again.
     scales = [w for w in vectors if w.role == "norm" and facts.saved != "none"]
-    yield Expected("gather", "all-gather", data, each(scales), calls, "norms, backward", optional=True)
+    yield Expected("gather", "all-gather", data, each(scales), backward, "norms, backward", optional=True)
     biases = [w for w in vectors if w.role == "bias"]
     if facts.saved != "none":
-        yield Expected("gather", "all-gather", data, each(biases), calls, "biases, backward", optional=True)
-    outside = [w for w in stored if w.group != "blocks"]
-    yield Expected("gather", "all-gather", data, each(outside), parts, "embedding and head")
+        yield Expected("gather", "all-gather", data, each(biases), backward, "biases, backward", optional=True)
+    group = lambda name: [w for w in stored if w.group == name]
+    yield Expected(
+        "gather", "all-gather", data, each(group("embedding")), runs.embed * parts, "embedding", hoistable=parts > 1
+    )
+    yield Expected("gather", "all-gather", data, each(group("head")), runs.loss * parts, "head", hoistable=parts > 1)
     if facts.tied:
-        table = [w for w in outside if w.path == "embedding.tokens"]
-        yield Expected("gather", "all-gather", data, each(table), parts, "embedding again, as head", optional=True)
+        table = [w for w in stored if w.path == "embedding.tokens"]
+        text = "embedding again, as head"
+        yield Expected("gather", "all-gather", data, each(table), runs.loss * parts, text, optional=True)
 
 
-def _vocabulary(facts: Facts) -> Iterator[Expected]:
+def _vocabulary(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Embedding and loss, whose vocabulary is split over stage and model."""
     axes, parts, sp = facts.used("stage", "model"), facts.accumulation, facts.sequence_parallel
     stream = facts.stream * facts.activation_bytes
-    kind = "reduce-scatter" if sp else "all-reduce"
-    yield Expected("embedding", kind, axes, stream, parts, "rows of the embedding")
+    # Summed over stage and model, split over model alone: no one collective does that.
+    kind = "reduce-scatter" if sp and axes == ("model",) else "all-reduce"
+    yield Expected("embedding", kind, axes, stream, runs.embed * parts, "rows of the embedding")
     chunk = facts.batch * facts.loss_positions // facts.loss_chunks
-    calls = facts.loss_chunks * parts
+    calls = facts.loss_chunks * runs.loss * parts
     text = "maximum, sum and target's logit of each position"
     yield Expected("loss", "all-reduce", axes, 3 * chunk * facts.gradient_bytes, calls, text)
     slope = chunk * facts.width * facts.activation_bytes
     yield Expected("loss-input", "all-reduce", axes, slope, calls, "gradient of the last activations")
 
 
-def _layers(facts: Facts) -> Iterator[Expected]:
+def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Attention and MLP, whose heads and hidden width are split over model."""
-    axes, sp = facts.used("model"), facts.sequence_parallel
+    axes, sp, parts = facts.used("model"), facts.sequence_parallel, facts.accumulation
     stream = facts.stream * facts.activation_bytes
-    calls = facts.layers * facts.accumulation
+    forward, backward = runs.forwards * parts, runs.backward * parts
     kind = "reduce-scatter" if sp else "all-reduce"
-    yield Expected("row", kind, axes, stream, 2 * calls, "attention and MLP, forward")
+    yield Expected("row", kind, axes, stream, 2 * forward, "attention and MLP, forward")
     if not facts.keeps("attention_out", "residual"):
-        yield Expected("row", kind, axes, stream, calls, "attention, recomputed")
-    yield Expected("column", kind, axes, stream, 2 * calls, "attention and MLP, backward")
+        yield Expected("row", kind, axes, stream, backward, "attention, recomputed")
+    yield Expected("column", kind, axes, stream, 2 * backward, "attention and MLP, backward")
     if sp:
-        yield Expected("sequence", "all-gather", axes, stream, 2 * calls, "inputs of attention and MLP, forward")
+        yield Expected("sequence", "all-gather", axes, stream, 2 * forward, "inputs of attention and MLP, forward")
         if not facts.keeps("norm"):
-            yield Expected("sequence", "all-gather", axes, stream, 2 * calls, "the same, recomputed")
-        yield Expected("sequence", "all-gather", axes, stream, 2 * calls, "gradients of their outputs, backward")
-        yield Expected("sequence", "all-gather", axes, stream, facts.accumulation, "input of the head")
-        yield Expected("sequence", "all-gather", axes, stream, facts.accumulation, "gradient of the embedding")
-    yield from _shared_heads(facts, calls)
+            yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "the same, recomputed")
+        yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "gradients of their outputs, backward")
+        yield Expected("sequence", "all-gather", axes, stream, runs.loss * parts, "input of the head")
+        yield Expected("sequence", "all-gather", axes, stream, runs.embed_gradient * parts, "gradient of the embedding")
+    yield from _shared_heads(facts, backward)
+
+
+def _stages(facts: Facts, schedule: Schedule, runs: Passes) -> Iterator[Expected]:
+    """What stages send on, and values of one stage that all devices need for embedding and loss."""
+    axes, parts = facts.used("stage"), facts.accumulation
+    split = facts.mesh.model if facts.sequence_parallel else 1
+    stream = facts.stream * facts.activation_bytes // split
+    for name, way in (("forward", "to the next stage"), ("backward", "to the stage before")):
+        phases = [phase for phase in schedule.phases if getattr(phase, name)]
+        # A phase of one tick is no loop, and there a compiler leaves out what nobody receives.
+        vain = [p for p in phases if p.stop - p.start == 1 and _nobody_receives(schedule, p, name)]
+        ticks = sum(phase.stop - phase.start for phase in phases)
+        yield Expected("send", "collective-permute", axes, stream, (ticks - len(vain)) * parts, way)
+        text = f"{way}, in vain"
+        yield Expected("send", "collective-permute", axes, stream, len(vain) * parts, text, optional=True)
+    yield Expected("stage", "all-reduce", axes, stream, runs.loss * parts, "last stage's output, for the loss")
+    text = "first stage's input gradient, for the embedding"
+    yield Expected("stage", "all-reduce", axes, stream, runs.embed_gradient * parts, text)
+
+
+def _nobody_receives(schedule: Schedule, phase: Phase, name: str) -> bool:
+    column = schedule.fwd_put if name == "forward" else schedule.bwd_put
+    return bool((column[phase.start : phase.stop] < 0).all())
 
 
 def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
@@ -193,11 +274,14 @@ def vector_bounds(facts: Facts) -> tuple[int, int]:
 
     They are small; the compiler reduces them over the axes at once or one after the other, in the loop or after it.
     """
+    g, runs, parts = facts.gradient_bytes, passes(facts), facts.accumulation
     batch = facts.used("replica", "data")
-    vectors = facts.gradient_bytes * _sum([w for w in facts.weights if w.vector])
-    norms = facts.gradient_bytes * _sum([w for w in facts.weights if w.role == "norm"]) * facts.sequence_parallel
+    vectors = [w for w in facts.weights if w.vector]
+    norms = [w for w in vectors if w.role == "norm" and facts.sequence_parallel]
+    every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights)
     # Over the batch axes once where sums are deferred; over model, with sequence parallelism, in every part.
-    calls = 1 if facts.deferred else facts.accumulation
+    calls = 1 if facts.deferred else parts
     # Short vectors may be gathered after an update by a sum, which looks like their gradient's.
-    updates = facts.gradient_bytes * _sum([w for w in facts.weights if w.vector and w.spread])
-    return max(vectors * bool(batch), norms), vectors * calls * len(batch) + norms * facts.accumulation + updates
+    updates = g * _sum([w for w in vectors if w.spread])
+    most = g * _made(facts, runs, vectors) * calls * len(batch) + g * every(norms) * parts + updates
+    return g * max(_sum(vectors) * bool(batch), _sum(norms)), most

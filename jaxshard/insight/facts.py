@@ -3,7 +3,8 @@
 The expected traffic is computed from these, and weights are recognised in compiled programs by their shapes; nothing
 here looks at a compiled program.
 
-Shapes: A accumulation parts, B sequences of one part on one device, T sequence, D model width, V padded vocabulary.
+Shapes: A accumulation parts, B sequences of one part or microbatch on one device, T sequence, D model width, V padded
+vocabulary.
 """
 
 import math
@@ -21,6 +22,7 @@ from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.parallel.mesh import AXES, MeshShape
 from jaxshard.parallel.remat import parse_remat
 from jaxshard.parallel.rules import local_shape
+from jaxshard.parallel.schedule import Schedule
 from jaxshard.training.program import Program
 
 Dims = tuple[int, ...]
@@ -77,7 +79,7 @@ class Facts:
     """Layers on one device."""
     width: int
     batch: int
-    """Sequences of one accumulation part on one device."""
+    """Sequences of one accumulation part, or of one microbatch of a pipeline, on one device."""
     length: int
     accumulation: int
     deferred: bool
@@ -101,6 +103,10 @@ class Facts:
     vocab: int
     """Rows of the vocabulary on one device."""
     optimizer: str
+    schedule: Schedule | None
+    """Of the pipeline of one accumulation part."""
+    gathered_once: bool
+    """ZeRO-3 in a pipeline: parameters are gathered once a step, not in every tick."""
     weights: tuple[WeightFact, ...] = field(repr=False)
 
     @property
@@ -114,7 +120,7 @@ class Facts:
 
     @property
     def stream(self) -> int:
-        """Elements of the residual stream [B, T, D] of one part on one device, whole in sequence."""
+        """Elements of the residual stream [B, T, D] of one part or microbatch on one device, whole in sequence."""
         return self.batch * self.length * self.width
 
     def keeps(self, *names: str) -> bool:
@@ -150,8 +156,10 @@ class Facts:
     def _names(self) -> dict[Dims, str]:
         table: dict[Dims, list[str]] = {}
         for weight in self.weights:
-            shapes = [weight.local, (*weight.local, weight.layers)]
-            if weight.spread and self.mesh.replica > 1:  # what is summed over replicas is a shard
+            chunks = self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
+            shapes = [weight.local, (*weight.local, weight.layers), (*weight.local, chunks, weight.layers // chunks)]
+            # What is summed over replicas is a shard; so, often, is what is summed of short vectors.
+            if weight.spread and (self.mesh.replica > 1 or weight.vector):
                 shapes += [part for dims in shapes for part in _parts(dims, self.mesh.data)]
             for dims in shapes:
                 for key in (tuple(sorted(dim for dim in dims if dim > 1)), (math.prod(dims),)):
@@ -172,7 +180,8 @@ def facts_of(program: Program) -> Facts:
     saved = parse_remat(train.remat, SAVED_NAMES)
     if saved in ("dots", "offload"):
         saved = DOT_NAMES
-    length = config.data.seq_len
+    length, pipeline = config.data.seq_len, program.recipe.pipeline
+    microbatches = pipeline.schedule.microbatches if pipeline else 1
     chunk = min(train.loss_chunk, length)
     chunks = -(-length // chunk)
     size = lambda dtype: jnp.dtype(dtype).itemsize
@@ -182,7 +191,7 @@ def facts_of(program: Program) -> Facts:
         family=arch.family,
         layers=arch.n_layers // shape.stage,
         width=arch.d_model,
-        batch=train.global_batch // (train.accumulation * shape.batch_ways),
+        batch=train.global_batch // (train.accumulation * shape.batch_ways * microbatches),
         length=length,
         accumulation=train.accumulation,
         deferred=layout.deferred,
@@ -200,6 +209,8 @@ def facts_of(program: Program) -> Facts:
         gradient_bytes=size(layout.policy.gradients),
         vocab=program.model.vocab // (shape.stage * shape.model),
         optimizer=config.optim.name,
+        schedule=pipeline.schedule if pipeline else None,
+        gathered_once=pipeline is not None and pipeline.gather == "step",
         weights=tuple(_weights(program)),
     )
 

@@ -1,5 +1,6 @@
 """The ledger of a compiled program: every array that travels, with its axes, bytes, calls, source and reason."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 from jaxshard.insight.collectives import Collective, module_collectives
 from jaxshard.insight.facts import Facts
 from jaxshard.insight.hlo import Array, Instruction, Module, leaves
-from jaxshard.insight.reasons import Subject, alternatives, place, reason
+from jaxshard.insight.reasons import FAMILIES, Reason, Subject, alternatives, place, reason
 
+_OPTIMIZER = re.compile(r"training/optimizer\.py|optax/")
 _PASSES = ("bitcast", "copy", "reshape", "transpose", "convert", "copy-done", "copy-start")
 
 
@@ -62,6 +64,8 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
     grouped: dict[tuple[str, str, str], list[tuple[Subject, int]]] = defaultdict(list)
     for subject, size in _subjects(module, found, facts):
         why = reason(subject, facts)
+        if _OPTIMIZER.search(found.source) and place(subject.op_name).phase == "outside" and why.family != "update":
+            why = Reason("optimizer", FAMILIES["optimizer"])
         grouped[why.family, why.text, subject.dtype].append((subject, size))
     result = []
     for (family, text, dtype), parts in grouped.items():

@@ -120,8 +120,8 @@ def reason(subject: Subject, facts: Facts | None) -> Reason:
         found = _batch_reason(subject, where, facts)
     elif axes <= VOCAB_AXES:
         found = _model_reason(subject, where, facts)
-    elif facts.named(subject.dims) and _small(facts.named(subject.dims), facts) and subject.kind == "all-reduce":
-        found = Reason("vector", _with(FAMILIES["vector"], "sequence parallel"))
+    elif subject.kind in ("all-reduce", "collective-permute") and _small(facts.named(subject.dims), facts):
+        found = Reason("vector", _with(FAMILIES["vector"], "parts of them, over both axes at once"))
     if not found and small:
         return Reason("bookkeeping", FAMILIES["bookkeeping"])
     return found or Reason("", _unexplained(subject, where, facts))
@@ -148,7 +148,7 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
         return None
     gradient = subject.dtype == FLOATS[facts.gradient_bytes]
     if subject.kind == "all-gather" or (subject.from_parameter and not gradient):
-        if where.phase == "outside" and not subject.from_parameter:
+        if facts.zero < 3 and where.phase == "outside" and not subject.from_parameter:
             return Reason("update", FAMILIES["update"])
         in_scan = weight.startswith("blocks") and where.phase != "outside"
         layer = f"layer scan, {_words(where)}" if in_scan else _groups(weight)
@@ -224,6 +224,9 @@ def _unexplained(subject: Subject, where: Place, facts: Facts) -> str:
     axes = " and ".join(subject.axes)
     if where.scope == "loss" and (facts.vocab in subject.dims or _whole_vocab(facts) in subject.dims):
         return f"logits travel over {axes}: the loss is not vocabulary-parallel"
+    if _whole_vocab(facts) in subject.dims and facts.width in subject.dims and subject.kind == "all-gather":
+        what = "embedding" if where.scope == "embedding" else "loss"
+        return f"the whole table of the vocabulary is gathered over {axes}: the {what} is not vocabulary-parallel"
     weight = facts.named(subject.dims)
     if weight:
         return f"{weight.split(' or ')[0]} (or its gradient) travels over {axes}, where no rule splits it"

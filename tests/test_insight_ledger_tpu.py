@@ -1,0 +1,43 @@
+"""Found = expected on absent TPUs (v5e), layout by layout; what their compiler does in another way is named."""
+
+import pytest
+from ledger_layouts import ALL, FAST, PIPELINES, agreeing
+
+TARGET = "v5e:2x4"
+QUICK = "hsdp zero 3, accumulation, sp"
+LEFT_OUT = (
+    "gpipe",
+    "1f1b, zero 2",
+    "interleaved, tp",
+    "1f1b, zero 3",
+    "gpt2 1f1b, zero 1",
+    "zero 2",
+    "lion",
+    "tp, named",
+)
+"""Compiled for H100s, and by benchmarks/ledger.py."""
+EACH = [
+    pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow], id=name)
+    for name in ALL
+    if name not in LEFT_OUT
+]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_found_is_expected(name):
+    agreeing(ALL[name], TARGET)
+
+
+def test_rewrites_are_named():
+    check = agreeing(FAST["zero 3 with tp"], TARGET).check
+    assert check is not None
+    words = " ".join(check.rewrites)
+    assert "all-reduce of which every device keeps a part, for reduce-scatter" in words
+    assert "short vectors by an all-reduce of parts among zeros" in words
+
+
+@pytest.mark.slow
+def test_an_asynchronous_gather_carried_through_a_loop_counts_once():
+    found = agreeing(PIPELINES["1f1b, zero 3 gathered once"], TARGET)
+    table = [row for row in found.rows if row.family == "gather" and row.form == "async fused"]
+    assert table and all(row.count == 1 for row in table)
