@@ -121,6 +121,8 @@ class PlanOptions:
     """Look for the smallest number of devices, up to the target's, on which a plan fits."""
     confirm: int = 3
     """Plans that the target's compiler is asked about, where it is installed; 0 keeps to estimates."""
+    report: str | None = None
+    """HTML file to write: memory of each plan, memory against time, and the step's timeline."""
     calibration: str | None = None
     """File that `collectives --calibration` wrote on such devices: its network goes before the datasheet's."""
 

@@ -15,6 +15,7 @@ from jaxshard.insight.advice import reasons
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.search import Pins, apply, candidates
+from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import resolve_mesh
@@ -170,7 +171,7 @@ def test_json_is_the_contract(capsys):
     first = result["plans"][0]
     assert list(first) == [
         *("command", "mesh", "zero", "remat", "microbatches", "accumulation", "offload", "memory", "compiled_peak"),
-        *("fits", "step_seconds", "mfu", "reasons"),
+        *("fits", "step_seconds", "mfu", "reasons", "compiled_time"),
     ]
     assert list(first["memory"]) == [
         *("parameters", "gradients", "optimizer", "master", "activations", "logits", "buffers", "host", "total")
@@ -274,6 +275,7 @@ def confirmed(monkeypatch, verdict, confirm=2):
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
     answer = lambda config, target, vocab: type("Confirmed", (), {"result": verdict(config, target)})
     monkeypatch.setattr(planner, "compile_step", answer)
+    monkeypatch.setattr(planner, "timeline", lambda result, mesh: Timeline({"matmuls": 1.0}, {}, ()))
     found = search(settings("llama3-8b", 64, 8192), "h100:8")
     return planner.offered(found, Given({}), confirm)
 
@@ -281,6 +283,8 @@ def confirmed(monkeypatch, verdict, confirm=2):
 def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
     plans, _ = confirmed(monkeypatch, lambda config, target: _Peak(50 * GIB))
     assert [plan.compiled_peak for plan in plans[:3]] == [50 * GIB, 50 * GIB, None]
+    assert plans[0].as_json()["compiled_time"] == {"seconds": 1.0, "parts": {"matmuls": 1.0}, "hidden": {}}
+    assert [plan.as_json()["compiled_time"] for plan in plans[2:4]] == [None, None]
 
 
 def test_what_the_compiler_refuses_is_never_offered(monkeypatch):

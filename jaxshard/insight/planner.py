@@ -19,10 +19,13 @@ from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.confirm import compile_step, compiler_missing
 from jaxshard.insight.hardware import Target, parse_target
 from jaxshard.insight.memory import gib
+from jaxshard.insight.plan_tables import model_name, show
 from jaxshard.insight.ranking import Scored, Search, limit_of, nothing_fits, search, smallest_target
 from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
+from jaxshard.insight.timeline import Timeline, timeline
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.options import Given
+from jaxshard.parallel.mesh import AXES
 
 BYTE_TOKENS = 257
 """Vocabulary of the default tokenizer (data.tokenizer bytes)."""
@@ -43,6 +46,8 @@ class Plan:
     seconds: float | None
     """None where the machine's speed is not known."""
     reasons: tuple[str, ...] = ()
+    timeline: Timeline | None = None
+    """Of the compiled schedule; None where it was not compiled or the machine's speed is not known."""
 
     def as_json(self) -> dict[str, Any]:
         c = self.scored.candidate
@@ -60,6 +65,7 @@ class Plan:
             "step_seconds": self.seconds,
             "mfu": self.mfu,
             "reasons": list(self.reasons),
+            "compiled_time": None if self.timeline is None else self.timeline.as_json(),
         }
 
 
@@ -75,6 +81,7 @@ def run(
     fewest: bool,
     confirm: int,
     calibration: str | None,
+    report: str | None,
 ) -> dict[str, Any]:
     """Searches, confirms, and prints; options as in `commands.PlanOptions`.
 
@@ -93,8 +100,14 @@ def run(
     if best:
         console.line(plans[0].command)
     else:
-        _show(console, found, plans, notes + more)
-    return {"target": found.target.name, "model": _model(config, arch), "plans": [plan.as_json() for plan in plans]}
+        show(console, found, plans, notes + more)
+    if report is not None:
+        from jaxshard.insight.plan_report import write_report
+
+        write_report(found, plans, notes + more, Path(report))
+        if not best:
+            console.line(f"report: {report}")
+    return {"target": found.target.name, "model": model_name(config, arch), "plans": [plan.as_json() for plan in plans]}
 
 
 def find(
@@ -131,22 +144,44 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
     if found.timed:
         notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
     plans: list[Plan] = []
-    for scored, peak in _confirmed(found, confirm, notes):
+    for scored, verdict in _confirmed(found, confirm, notes):
         command = command_line(found.config, scored.candidate, given)
         seconds = scored.seconds if found.timed else None
-        fits = peak is None or found.target.chip.usable_bytes == 0 or peak <= found.target.chip.usable_bytes
-        plans.append(Plan(scored, command, peak, fits, found.mfu(scored), seconds))
+        plans.append(Plan(scored, command, verdict.peak, True, found.mfu(scored), seconds, (), verdict.timeline))
         if len(plans) == ROWS:
             break
     if not plans:
         raise InputError(
             f"the compiler for {found.target.name} refuses every layout that should fit: " + " ".join(notes[-3:])
         )
+    notes += _faster_as_compiled(plans)
     return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in plans], notes
 
 
-def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[Scored, int | None]]:
-    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `confirm` with the compiler's peak.
+def _faster_as_compiled(plans: list[Plan]) -> list[str]:
+    """Says where the compiled schedules put another plan first."""
+    timed = [(plan.timeline.seconds, number) for number, plan in enumerate(plans, 1) if plan.timeline]
+    if not timed or min(timed)[1] == 1:
+        return []
+    seconds, number = min(timed)
+    return [
+        f"By its compiled schedule plan {number} is the fastest of those compiled: {seconds:.3g} s against "
+        f"{timed[0][0]:.3g} s of plan {timed[0][1]}."
+    ]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the compiler says about a layout."""
+
+    good: bool
+    peak: int | None = None
+    """Bytes on a device; None where it was not asked or cannot say."""
+    timeline: Timeline | None = None
+
+
+def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
+    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `confirm` with the compiler's verdict.
 
     After a refusal the next smaller layout of the same mesh and stage has its turn.
     """
@@ -160,21 +195,21 @@ def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[
         if compiled >= confirm:
             if key not in refused:
                 done.add(key)
-                yield scored, None
+                yield scored, Verdict(True)
             continue
         if len(refused) > 2 * confirm:
             continue
-        good, peak = _verdict(found, scored, notes)
-        if not good:
+        verdict = _verdict(found, scored, notes)
+        if not verdict.good:
             refused[key] = scored.memory.total
             continue
         compiled += 1
         done.add(key)
-        yield scored, peak
+        yield scored, verdict
 
 
-def _verdict(found: Search, scored: Scored, notes: list[str]) -> tuple[bool, int | None]:
-    """(whether the compiler takes a layout, its bytes on a device); a note where it does not.
+def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:
+    """Whether the compiler takes a layout, its bytes on a device and its time; a note where it does not.
 
     The bytes are None where host memory is used and the compiler for absent devices cannot handle that: it says so with
     an internal error, which is no verdict on the layout.
@@ -188,18 +223,19 @@ def _verdict(found: Search, scored: Scored, notes: list[str]) -> tuple[bool, int
         said = str(error).splitlines()[0][:200]
         if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
             notes.append(f"Not confirmed: {name} with host memory: the compiler for absent devices fails ({said}).")
-            return True, None
+            return Verdict(True)
         notes.append(f"Not offered: {name}: the compiler says {said}")
-        return False, None
+        return Verdict(False)
     if isinstance(result, DoesNotFit):
         notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
-        return False, None
+        return Verdict(False)
     own = found.limit < limit_of(found.target, None)  # the user's --memory_limit
     allowed = found.limit if own else found.target.chip.usable_bytes or math.inf
     if result.memory.peak > allowed:
         notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {gib(allowed)} may be used.")
-        return False, None
-    return True, result.memory.peak
+        return Verdict(False)
+    mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
+    return Verdict(True, result.memory.peak, timeline(result, mesh) if found.timed else None)
 
 
 def command_line(config: Config, candidate: Candidate, given: Given) -> str:
@@ -246,54 +282,3 @@ def _network(text: str) -> float:
     if not found or float(found[1]) <= 0:
         raise InputError(f"network {text!r}: write gbps=25 for 25 Gbit/s that one device can send between hosts")
     return float(found[1]) * 1e9 / 8
-
-
-def _model(config: Config, arch: Architecture) -> str:
-    return config.model.preset or f"{arch.family}, {arch.parameters:,} parameters"
-
-
-def _show(console: Console, found: Search, plans: list[Plan], notes: list[str]) -> None:
-    config, target = found.config, found.target
-    tokens = config.train.global_batch * config.data.seq_len
-    title = (
-        f"Plans for {_model(config, found.arch)} on {target.name}: {len(found.order):,} layouts, "
-        f"{config.train.global_batch} x {config.data.seq_len} tokens a step"
-    )
-    rows = []
-    for number, plan in enumerate(plans, 1):
-        c, memory = plan.scored.candidate, plan.scored.memory
-        rate = f"{tokens / plan.seconds:,.0f}" if plan.seconds else "-"
-        rows.append(
-            (
-                number,
-                str(c.shape) + (" sp" if c.sequence_parallel else ""),
-                c.zero,
-                c.remat,
-                c.accumulation,
-                f"{c.microbatches} {c.schedule}" + (f" x{c.virtual_stages}" if c.virtual_stages else "")
-                if c.microbatches
-                else "-",
-                c.offload,
-                gib(memory.parameters + memory.master + memory.optimizer),
-                gib(memory.gradients),
-                gib(memory.activations + memory.logits),
-                gib(memory.buffers),
-                gib(memory.total),
-                gib(plan.compiled_peak) if plan.compiled_peak else "-",
-                f"{plan.seconds:.2f}" if plan.seconds else "-",
-                rate,
-                f"{100 * plan.mfu:.0f} %" if plan.mfu else "-",
-            )
-        )
-    columns = (
-        *("", "mesh", "zero", "remat", "acc", "microbatches", "offload"),
-        *("state", "gradients", "activations", "buffers", "total", "compiled", "s/step", "tokens/s", "MFU"),
-    )
-    console.table(title, columns, rows)
-    console.heading("Why the first")
-    for reason in plans[0].reasons:
-        console.line(f"- {reason}")
-    for note in notes:
-        console.line(note)
-    console.heading("Run it")
-    console.line(plans[0].command)

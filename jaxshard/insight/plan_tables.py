@@ -1,0 +1,94 @@
+"""A plan in words and tables on the console."""
+
+from typing import TYPE_CHECKING
+
+from jaxshard.config import Config
+from jaxshard.console import Console
+from jaxshard.insight.memory import gib
+from jaxshard.insight.ranking import Search
+from jaxshard.insight.roofline import seconds_text
+from jaxshard.models.presets import Architecture
+
+if TYPE_CHECKING:
+    from jaxshard.insight.planner import Plan
+
+COLUMNS = (
+    *("", "mesh", "zero", "remat", "acc", "microbatches", "offload", "state", "gradients", "activations", "buffers"),
+    *("total", "compiled", "s/step", "compiled s", "tokens/s", "MFU"),
+)
+
+
+def model_name(config: Config, arch: Architecture) -> str:
+    """The preset, or family and size."""
+    return config.model.preset or f"{arch.family}, {arch.parameters:,} parameters"
+
+
+def title(found: Search) -> str:
+    """What was searched, in one line."""
+    config = found.config
+    return (
+        f"Plans for {model_name(config, found.arch)} on {found.target.name}: {len(found.order):,} layouts, "
+        f"{config.train.global_batch} x {config.data.seq_len} tokens a step"
+    )
+
+
+def rows(found: Search, plans: "list[Plan]") -> list[tuple[object, ...]]:
+    """A row of `COLUMNS` for each plan."""
+    tokens = found.config.train.global_batch * found.config.data.seq_len
+    return [(number, *_row(plan, tokens)) for number, plan in enumerate(plans, 1)]
+
+
+def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
+    c, memory = plan.scored.candidate, plan.scored.memory
+    chunks = f" x{c.virtual_stages}" if c.virtual_stages else ""
+    return (
+        str(c.shape) + (" sp" if c.sequence_parallel else ""),
+        c.zero,
+        c.remat,
+        c.accumulation,
+        f"{c.microbatches} {c.schedule}{chunks}" if c.microbatches else "-",
+        c.offload,
+        gib(memory.parameters + memory.master + memory.optimizer),
+        gib(memory.gradients),
+        gib(memory.activations + memory.logits),
+        gib(memory.buffers),
+        gib(memory.total),
+        gib(plan.compiled_peak) if plan.compiled_peak else "-",
+        f"{plan.seconds:.2f}" if plan.seconds else "-",
+        f"{plan.timeline.seconds:.2f}" if plan.timeline else "-",
+        f"{tokens / plan.seconds:,.0f}" if plan.seconds else "-",
+        f"{100 * plan.mfu:.0f} %" if plan.mfu else "-",
+    )
+
+
+def time_lines(plans: "list[Plan]") -> list[str]:
+    """For each plan that was compiled: both predictions, where the time goes, and what is exposed."""
+    lines = []
+    for number, plan in enumerate(plans, 1):
+        if plan.timeline is None or plan.seconds is None:
+            continue
+        found = plan.timeline
+        parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in found.largest(5))
+        hidden = sum(found.hidden.values())
+        lines.append(
+            f"{number}: {seconds_text(plan.seconds)} from shapes, {seconds_text(found.seconds)} from the compiled "
+            f"schedule: {parts}. Collectives: {seconds_text(found.exposed)} exposed, {seconds_text(hidden)} hidden."
+        )
+    return lines
+
+
+def show(console: Console, found: Search, plans: "list[Plan]", notes: list[str]) -> None:
+    """Prints the table, the reasons of the first plan, notes, and its command."""
+    console.table(title(found), COLUMNS, rows(found, plans))
+    console.heading("Why the first")
+    for reason in plans[0].reasons:
+        console.line(f"- {reason}")
+    lines = time_lines(plans)
+    if lines:
+        console.heading("Where the time of the compiled plans goes")
+    for line in lines:
+        console.line(f"- {line}")
+    for note in notes:
+        console.line(note)
+    console.heading("Run it")
+    console.line(plans[0].command)

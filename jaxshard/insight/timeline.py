@@ -1,0 +1,265 @@
+"""The step time of a compiled program: its schedule is walked once, with two lanes, computation and network.
+
+Instructions run in the order of the schedule. A collective that is split into start and done runs beside what stands in
+between; what is left of it at its done is exposed. Loops count by their trips, a pipeline by the loops over its ticks,
+of conditionals the longest branch. Prefetches into on-chip memory and copies to host memory have a lane of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxshard.insight.collectives import Collective, module_collectives
+from jaxshard.insight.compile import Compiled
+from jaxshard.insight.hlo import HOST_SPACE, Instruction, Module, leaves, shape_bytes
+from jaxshard.insight.loops import Scope, inner_scopes
+from jaxshard.insight.reasons import place
+from jaxshard.insight.roofline import Roofline, roofline
+from jaxshard.parallel.mesh import SHORT
+
+SLOWED = "computation slowed by collectives beside it"
+NAMES = {
+    "matmul": "matmuls",
+    "attention": "fused attention",
+    "memory": "memory-bound kernels",
+    "host": "transfers to host memory",
+    "copy": "copies into on-chip memory",
+}
+SHOWN = 400
+"""Spans that are kept of one schedule at most; neighbours of the same kind are one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that runs from `start` to `end`, in seconds since its schedule began."""
+
+    lane: str
+    """computation or network."""
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """One schedule: the whole step, or one run of the body of a loop in it."""
+
+    name: str
+    """step, or the loop's instruction: spans of an outer schedule call it so."""
+    what: str
+    """In words."""
+    runs: int
+    """Runs in one step."""
+    seconds: float
+    """Of one run."""
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Where the time of a compiled step goes on one device."""
+
+    parts: Mapping[str, float]
+    """Seconds by what the device does or waits for; they add up to the step."""
+    hidden: Mapping[str, float]
+    """Seconds of collectives that run behind computation, by axes; not part of the step."""
+    blocks: tuple[Block, ...]
+    """The step, then its loops, as they stand in the program."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits for collectives."""
+        return sum(seconds for name, seconds in self.parts.items() if name.startswith("collectives"))
+
+    def as_json(self) -> dict[str, Any]:
+        """As `plan --json` prints it."""
+        return {"seconds": self.seconds, "parts": dict(self.parts), "hidden": dict(self.hidden)}
+
+    def largest(self, count: int = 4) -> list[tuple[str, float]]:
+        """What takes longest, longest first."""
+        return sorted(((n, s) for n, s in self.parts.items() if s > 0), key=lambda item: -item[1])[:count]
+
+
+def timeline(compiled: Compiled, mesh: Mapping[str, int]) -> Timeline:
+    """Walks the schedule of a compiled step.
+
+    Args:
+        compiled: of a target whose speed is known.
+        mesh: axis -> size, outermost first, of the mesh that it was compiled for.
+
+    Raises:
+        InputError: the target's speed is not known (a CPU).
+    """
+    return walk(compiled.module, roofline(compiled.target, mesh))
+
+
+def walk(module: Module, costs: Roofline) -> Timeline:
+    """The timeline of a module with the costs of a target."""
+    found = {(one.computation, one.name): one for one in module_collectives(module, costs.mesh)}
+    walker = _Walker(costs, found)
+    whole = walker.run(Scope(module, module.entry), "step", "step", 1)
+    parts = {NAMES.get(kind, kind): seconds for kind, seconds in whole.parts.items()}
+    return Timeline(
+        parts,
+        {kind: seconds for kind, seconds in whole.hidden.items() if seconds},
+        tuple(b for b in walker.blocks if b),
+    )
+
+
+@dataclass
+class _Clock:
+    """The state of one schedule while it is walked."""
+
+    now: float = 0.0
+    lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Lane -> when it is free again."""
+    flying: dict[str, tuple[str, str, float, float]] = field(default_factory=dict)
+    """Handle -> (lane, kind, seconds, end)."""
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    spans: list[Span] = field(default_factory=list)
+
+    def compute(self, kind: str, seconds: float) -> None:
+        self.show("computation", kind, self.now, self.now + seconds)
+        self.parts[kind] += seconds
+        self.now += seconds
+
+    def show(self, lane: str, kind: str, start: float, end: float) -> None:
+        last = next((span for span in reversed(self.spans) if span.lane == lane), None)
+        if last and last.kind == kind and start - last.end < 1e-9:
+            self.spans[self.spans.index(last)] = Span(lane, kind, last.start, end)
+        elif len(self.spans) < SHOWN and end > start:
+            self.spans.append(Span(lane, kind, start, end))
+
+
+@dataclass
+class _Walker:
+    costs: Roofline
+    collectives: dict[tuple[str, str], Collective]
+    blocks: list[Block | None] = field(default_factory=list)
+
+    def run(self, scope: Scope, name: str, what: str, runs: int) -> _Clock:
+        """Walks one schedule from a standing start; `runs` in one step. Without a name it is no block of its own."""
+        clock, position = _Clock(), len(self.blocks)
+        self.blocks.append(None)  # outer loops stand before inner ones
+        for instruction in scope.computation.instructions:
+            self.step(scope, instruction, clock, runs)
+        for handle in list(clock.flying):
+            self.finish(handle, clock)
+        if name:
+            self.blocks[position] = Block(name, what, runs, clock.now, tuple(clock.spans))
+        return clock
+
+    def step(self, scope: Scope, instruction: Instruction, clock: _Clock, runs: int) -> None:
+        opcode = instruction.opcode
+        collective = self.collectives.get((scope.computation.name, instruction.name))
+        if collective is not None:
+            kind = "collectives over " + ("+".join(SHORT.get(a, a) for a in collective.axes) or "all devices")
+            self.start("network", kind, self.costs.collective(collective), instruction, clock, collective.is_async)
+        elif opcode == "copy-start":
+            lane, seconds = self.copying(instruction)
+            self.start(lane, lane, seconds, instruction, clock, True)
+        elif ended := _ended(scope, instruction, clock):
+            self.finish(ended, clock)
+        elif opcode.endswith("-update"):
+            for handle in [h for h in instruction.operands if h in clock.flying]:
+                clock.flying[instruction.name] = clock.flying.pop(handle)
+        elif inner := inner_scopes(scope, instruction):
+            self.enter(inner, instruction, clock, runs)
+        else:
+            cost = self.costs.instruction(scope.module, scope.computation, instruction)
+            if cost is not None:
+                clock.compute(cost.kind, cost.seconds)
+
+    def enter(self, inner: list[Scope], instruction: Instruction, clock: _Clock, runs: int) -> None:
+        """Runs what an instruction calls: a loop as often as it turns, of branches the longest."""
+        if instruction.opcode == "while":
+            body = next(scope for scope in inner if scope.kind == "body")
+            trips = body.loops[-1].trips
+            trips = 1 if trips is None else trips
+            results = [(self.run(body, instruction.name, _what(instruction), runs * trips), trips)]
+        else:
+            results = [(self.run(scope, "", "", runs), 1) for scope in inner]
+            if instruction.opcode == "conditional":
+                results = [max(results, key=lambda result: result[0].now)]
+        for result, times in results:
+            clock.show(
+                "computation", f"loop of {times}" if times > 1 else "call", clock.now, clock.now + result.now * times
+            )
+            clock.now += result.now * times
+            for total, one in ((clock.parts, result.parts), (clock.hidden, result.hidden)):
+                for kind, seconds in one.items():
+                    total[kind] += seconds * times
+
+    def start(
+        self, lane: str, kind: str, seconds: float, instruction: Instruction, clock: _Clock, is_async: bool
+    ) -> None:
+        if seconds <= 0:
+            return
+        begins = max(clock.now, clock.lanes[lane])
+        clock.lanes[lane] = begins + seconds
+        clock.flying[instruction.name] = (lane, kind, seconds, begins + seconds)
+        if lane == "network":
+            clock.show(lane, kind, begins, begins + seconds)
+        if not is_async:
+            self.finish(instruction.name, clock)
+
+    def finish(self, handle: str, clock: _Clock) -> None:
+        """Waits for what is under way; what ran behind computation has slowed it on a GPU."""
+        lane, kind, seconds, end = clock.flying.pop(handle)
+        exposed = max(0.0, end - clock.now)
+        clock.parts[kind] += exposed
+        clock.now += exposed
+        if lane == "network":
+            behind = max(0.0, seconds - exposed)
+            clock.hidden[kind] += behind
+            borrowed = 0.0 if self.costs.rates.hw.matrix.systolic else self.costs.rates.c.borrowed
+            clock.parts[SLOWED] += borrowed * behind
+            clock.now += borrowed * behind
+
+    def copying(self, instruction: Instruction) -> tuple[str, float]:
+        """(lane, seconds) of an asynchronous copy: to or from host memory, or into on-chip memory."""
+        shape = instruction.shape
+        first = shape if not isinstance(shape, tuple) else shape[0]
+        host = any(array.space == HOST_SPACE for array in leaves(shape))
+        rate = self.costs.rates.hw.host if host else self.costs.rates.memory
+        return ("host" if host else "copy"), shape_bytes(first) / max(rate, 1.0)
+
+
+def _what(loop: Instruction) -> str:
+    """A loop in words: "loop of the backward pass", "loop in loss of the forward pass"."""
+    where = place(loop.op_name)
+    scope = f" in {where.scope}" if where.scope else ""
+    return f"loop{scope}" + ("" if where.phase == "outside" else f" of the {where.phase} pass")
+
+
+def _ended(scope: Scope, instruction: Instruction, clock: _Clock) -> str | None:
+    """The handle of what ends at an instruction: a -done, or a TPU fusion that holds the done of a collective."""
+    if instruction.opcode.endswith("-done"):
+        return next((handle for handle in instruction.operands if handle in clock.flying), None)
+    if instruction.opcode == "fusion" and clock.flying and instruction.called:
+        inside = scope.module.computations[instruction.called[0]].instructions
+        if any(inner.attribute("custom_call_target") == "AsyncCollectiveDone" for inner in inside):
+            return next(iter(_carried(scope, instruction, clock)), None)
+    return None
+
+
+def _carried(scope: Scope, fusion: Instruction, clock: _Clock) -> Iterator[str]:
+    """Collectives under way that a fusion goes back to, through the fusions that carried them along."""
+    seen, waiting = set(), list(fusion.operands)
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in clock.flying:
+            yield name
+            continue
+        made = scope.computation.by_name[name]
+        if made.opcode in ("get-tuple-element", "fusion", "bitcast", "tuple"):
+            waiting.extend(made.operands)
