@@ -1,45 +1,113 @@
-"""Found = expected on faked CPU devices, and mistakes that the comparison names; `benchmarks/ledger.py` compares many
-layouts for absent GPUs and TPUs."""
+"""Found = expected on faked CPU devices, and mistakes that the comparison catches and names.
 
-from ledger_layouts import FULL_KV, config
+The same for absent GPUs and TPUs: test_insight_ledger_gpu.py, test_insight_ledger_tpu.py.
+"""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+from ledger_layouts import ALL, FULL_KV, PIPELINES, agreeing, config, ledger, program_for
 
 from jaxshard.insight.check import check
 from jaxshard.insight.expected import expected
-from jaxshard.insight.explain import explain_config
+from jaxshard.insight.facts import facts_of
 from jaxshard.parallel.layout import Layout
 
+CPU = "cpu:8"
 
-def test_cpu():
-    found = explain_config(config("dp=4,tp=2", 3), "cpu:8")
+
+def test_a_cpu_rewrites_and_it_is_said():
+    """Input gradients are summed once for each product, where other compilers sum the products first."""
+    found = agreeing(config("dp=4,tp=2", 3), CPU)
     assert found.check is not None
-    assert found.check.missing == () and found.check.unexpected == () and found.warnings == ()
     words = " ".join(found.check.rewrites)
-    assert "for reduce-scatter" in words
-    assert "f32" in words
+    for word in ("for reduce-scatter", "f32", "one sum for each product that reads the input"):
+        assert word in words
+
+
+SLOW = (
+    "ddp, deferred",
+    "ddp with tp",
+    "hsdp zero 3, accumulation, sp",
+    "tp sp, full",
+    "tp, shared kv heads",
+    "gpt2 tp sp",
+    "gpipe",
+    "interleaved, zero 1, sp, accumulation",
+    "1f1b, zero 3 with tp, full",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_found_is_expected(name):
+    agreeing(ALL[name], CPU)
+
+
+def unexpected(program) -> list[str]:
+    """What the comparison holds against a program."""
+    found = ledger(program, CPU)
+    assert not found.ok and found.check is not None
+    return [item.reason for item in found.check.failures]
+
+
+def constrain_otherwise(monkeypatch, axes, changed):
+    """Replaces the constraint of the activations with these logical axes."""
+    whole = Layout.shard
+    other = lambda self, x, names, name=None: whole(self, x, changed if names == axes else names, name)
+    monkeypatch.setattr(Layout, "shard", other)
 
 
 def test_a_dropped_activation_constraint(monkeypatch):
-    whole, stream = Layout.shard, ("batch", "residual_sequence", "embed")
-    dropped = lambda axes: (None, None, "embed") if axes == stream else axes
-    monkeypatch.setattr(Layout, "shard", lambda self, x, axes, name=None: whole(self, x, dropped(axes), name))
-    found = explain_config(config("dp=8", precision="fp32"), "cpu:8")
-    assert not found.ok and found.check is not None
-    reasons = [item.reason for item in found.check.failures]
+    stream = ("batch", "residual_sequence", "embed")
+    constrain_otherwise(monkeypatch, stream, (None, None, "embed"))
+    reasons = unexpected(program_for(config("dp=8", precision="fp32"), CPU))
     assert any("an activation travels over data" in reason for reason in reasons), reasons
+
+
+def test_logits_that_are_gathered(monkeypatch):
+    logits = ("batch", "sequence", "vocab")
+    constrain_otherwise(monkeypatch, logits, ("batch", "sequence", None))
+    reasons = unexpected(program_for(config("dp=4,tp=2", precision="fp32"), CPU))
+    assert any("the loss is not vocabulary-parallel" in reason for reason in reasons), reasons
+
+
+def test_a_parameter_that_stays_whole():
+    program = program_for(config("dp=8", 3, precision="fp32"), CPU)
+    params = jax.tree.map(lambda leaf: leaf, program.abstract.params)
+    down = params["blocks"]["mlp"]["down"]
+    whole = program.layout.sharding(PartitionSpec())
+    params["blocks"]["mlp"]["down"] = jax.ShapeDtypeStruct(down.shape, down.dtype, sharding=whole)
+    found = ledger(replace(program, abstract=replace(program.abstract, params=params)), CPU)
+    (leaf,) = found.replicated
+    assert (leaf.path, leaf.bytes) == ("blocks.mlp.down", 4 * down.size)
+    assert not found.ok and found.check is not None
+    # Where it is whole nothing gathers it: forward, backward or both, as the compiler lays out what it keeps.
+    (missing,) = found.check.missing
+    assert missing.reason == "ZeRO-3 parameter gather" and 0.9 <= missing.bytes / (4 * down.size) <= 2
 
 
 def test_a_sum_where_a_scatter_would_do_is_no_excuse_on_gpus():
     """A GPU program that all-reduces ZeRO gradients is reported, with the bytes."""
-    found = explain_config(config("dp=8", 1, precision="fp32"), "cpu:8")  # the CPU compiler does just that
+    found = ledger(program_for(config("dp=8", 1, precision="fp32"), CPU), CPU)  # the CPU compiler does just that
     assert found.ok and found.facts is not None
     judged = check(found.rows, found.facts, "gpu")
     assert any("twice the bytes" in item.reason for item in judged.unexpected)
 
 
 def test_full_kv_heads_differ_from_shared_ones():
-    families = []
-    for model in (None, FULL_KV):
-        facts = explain_config(config("tp=8", model=model, precision="fp32"), "cpu:8").facts
-        assert facts is not None
-        families.append({row.family for row in expected(facts)})
-    assert "kv" in families[0] and "kv" not in families[1]
+    each = [facts_of(program_for(config("tp=8", model=model), CPU)) for model in (None, FULL_KV)]
+    shared, split = ({row.family for row in expected(facts)} for facts in each)
+    assert "kv" in shared and "kv" not in split
+
+
+def test_a_pipeline_counts_ticks():
+    """gpipe on 4 stages with 4 microbatches: 7 ticks forward, 7 backward, 4 of which take a loss."""
+    facts = facts_of(program_for(PIPELINES["gpipe"], CPU))
+    stream = 2 * 64 * 128 * 2  # 2 sequences of a microbatch, 64 positions, 128 wide, bf16
+    over_stage = {(row.family, row.text): (row.bytes, row.count) for row in expected(facts) if "stage" in row.axes}
+    assert over_stage[("send", "to the next stage")] == over_stage[("send", "to the stage before")] == (stream, 7)
+    assert over_stage[("stage", "last stage's output, for the loss")] == (stream, 4)
+    assert over_stage[("embedding", "rows of the embedding")] == (stream, 7)

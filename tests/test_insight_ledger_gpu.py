@@ -12,5 +12,5 @@ EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow], id
 def test_found_is_expected(name):
     check = agreeing(ALL[name], TARGET).check
     assert check is not None and check.expected
-    # A sum that leaves the accumulation loop moves less; GPUs have no other excuse.
-    assert all("out of the accumulation loop" in text for text in check.rewrites)
+    # A sum that leaves its loop moves less; GPUs have no other excuse.
+    assert all("moved out of its loop" in text for text in check.rewrites)

@@ -2,7 +2,7 @@
 
 Known rewrites, named where they are met: the CPU compiler forms no reduce-scatter and has no 16-bit arithmetic; the
 TPU compiler sums whole arrays where they are small or awkward to scatter, gathers short vectors by a sum, and joins
-sums over two axes; any compiler may move a sum, or the gather of a table, out of the accumulation loop. On GPUs an
+sums over two axes; any compiler may move a sum, or the gather of a table, out of its loop. On GPUs an
 all-reduce in place of a reduce-scatter is not excused: it moves twice the bytes.
 """
 
@@ -18,7 +18,7 @@ LEAST_THRESHOLD = 1024
 """Unexpected bytes of a step that never matter."""
 THRESHOLD = 0.005
 """Unexpected bytes that do not matter, as a share of all bytes of a step."""
-_ACTIVATIONS = ("row", "column", "sequence", "embedding", "loss-input", "kv")
+_ACTIVATIONS = ("row", "column", "sequence", "embedding", "loss-input", "kv", "send", "stage")
 _EXTRA_REDUCE = "all-reduce where a reduce-scatter would do (twice the bytes on the wire)"
 
 
@@ -98,6 +98,11 @@ def _of_optimizer(row: Row, facts: Facts) -> bool:
     return not parameters
 
 
+def _split_inputs(facts: Facts) -> int:
+    """Products of one layer that are split over model and read a branch's input: query, key, value; gate and up."""
+    return (3 if facts.split_kv else 1) + (2 if facts.family == "llama" else 1)
+
+
 class _Comparison:
     """Collects differences and rewrites, family by family."""
 
@@ -139,8 +144,8 @@ class _Comparison:
                 self.unexpected.append(Difference(" / ".join(words), axes, got - most, have[-1].source))
             elif got < least:
                 self.missing.append(Difference(text, axes, least - got))
-            elif got < most and any(row.hoistable for row in want):
-                self.rewrites[f"{text}: moved out of the accumulation loop, once instead of in every part"] = None
+            elif got < sum(row.total for row in want if not row.optional):
+                self.rewrites[f"{text}: moved out of its loop, once instead of in every part"] = None
 
     def without_padding(self, rows: list[Row]) -> list[Row]:
         """On TPUs an array that does not scatter evenly is padded, and its parts are shifted back: a little traffic."""
@@ -163,7 +168,7 @@ class _Comparison:
             if most < got <= 1.01 * most and any(row.form == "fused" for row in have):
                 self.rewrites[f"{text}: padded by {got - most:,} bytes"] = None
                 return most
-        if self.platform == "cpu" and family == "column" and got in (2 * most, 5 * most // 2):
+        if self.platform == "cpu" and family == "column" and 2 * got == most * _split_inputs(self.facts) > 2 * most:
             self.rewrites[f"{text}: one sum for each product that reads the input, instead of one of them together"] = (
                 None
             )
@@ -195,7 +200,7 @@ class _Comparison:
                 self.rewrites[f"{text}: {kind} for {' and '.join(sorted(wanted))}"] = None
 
     def vectors(self, rows: list[Row]) -> None:
-        """Gradients of norms and biases: small, over the axes in any order, in the loop or after it."""
+        """Gradients of norms, biases and whole tables: over the axes in any order, in the loop or after it."""
         got = sum(row.total for row in rows)
         least, most = vector_bounds(self.facts)
         text, axes = FAMILIES["vector"], tuple(dict.fromkeys(axis for row in rows for axis in row.axes))

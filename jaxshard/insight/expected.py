@@ -44,7 +44,7 @@ class Expected:
     count: int
     text: str
     hoistable: bool = False
-    """A compiler may move it out of the accumulation loop (a sum commutes, a parameter stays): then once a step."""
+    """A compiler may move it out of its loop (a sum commutes, a parameter stays the same): then once a step."""
     optional: bool = False
     """A compiler may avoid it."""
 
@@ -135,14 +135,14 @@ def _made(facts: Facts, runs: Passes, weights: list[WeightFact]) -> int:
 
 
 def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
-    """Matrices and vectors apart: where the sums of vectors go first is the compiler's choice."""
+    """Those of `vector_bounds` apart: where their sums go first is the compiler's choice."""
     g, both = facts.gradient_bytes, facts.used("replica", "data")
     if not both:
         return
     calls = 1 if facts.deferred else facts.accumulation
     made = lambda weights: g * _made(facts, runs, weights)
-    spread = [w for w in facts.weights if w.spread and not w.vector]
-    whole = [w for w in facts.weights if not w.spread and not w.vector]
+    spread = [w for w in facts.weights if w.spread and not w.bounded]
+    whole = [w for w in facts.weights if not w.spread and not w.bounded]
     yield Expected("gradient", "all-reduce", both, made(whole), calls, "gradients", hoistable=calls > 1)
     yield Expected("gradient", "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
     table = [w for w in facts.weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
@@ -187,10 +187,8 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     if facts.saved != "none":
         yield Expected("gather", "all-gather", data, each(biases), backward, "biases, backward", optional=True)
     group = lambda name: [w for w in stored if w.group == name]
-    yield Expected(
-        "gather", "all-gather", data, each(group("embedding")), runs.embed * parts, "embedding", hoistable=parts > 1
-    )
-    yield Expected("gather", "all-gather", data, each(group("head")), runs.loss * parts, "head", hoistable=parts > 1)
+    for name, calls in (("embedding", runs.embed * parts), ("head", runs.loss * parts)):
+        yield Expected("gather", "all-gather", data, each(group(name)), calls, name, hoistable=True)
     if facts.tied:
         table = [w for w in stored if w.path == "embedding.tokens"]
         text = "embedding again, as head"
@@ -270,13 +268,14 @@ def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
 
 
 def vector_bounds(facts: Facts) -> tuple[int, int]:
-    """Fewest and most bytes of the gradients of norms and biases, over all axes together.
+    """Fewest and most bytes of the gradients of norms, biases and whole tables, over all axes together.
 
-    They are small; the compiler reduces them over the axes at once or one after the other, in the loop or after it.
+    The compiler reduces them over the axes at once or one after the other, in the loop or after it; and devices of
+    other axes, which all hold them, may each sum a part and send it to where it belongs.
     """
     g, runs, parts = facts.gradient_bytes, passes(facts), facts.accumulation
     batch = facts.used("replica", "data")
-    vectors = [w for w in facts.weights if w.vector]
+    vectors = [w for w in facts.weights if w.bounded]
     norms = [w for w in vectors if w.role == "norm" and facts.sequence_parallel]
     every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights)
     # Over the batch axes once where sums are deferred; over model, with sequence parallelism, in every part.

@@ -22,6 +22,7 @@ from jaxshard.insight.ledger import Row, bytes_by_axis, rows
 from jaxshard.insight.lock import differences, hold
 from jaxshard.insight.loops import Scope
 from jaxshard.insight.planner import BYTE_TOKENS
+from jaxshard.insight.schedule_view import show_schedule
 from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
 from jaxshard.insight.tables import show, show_differences
 from jaxshard.parallel.mesh import open_devices
@@ -40,6 +41,8 @@ class Explanation:
     compiler: str
     mesh: str
     """As --mesh takes it, or axes and sizes."""
+    sizes: dict[str, int]
+    """Of all axes of the mesh, outermost first."""
     zero: int | None
     rows: tuple[Row, ...]
     check: Check | None
@@ -57,8 +60,9 @@ class Explanation:
 
     @property
     def ok(self) -> bool:
-        """False when unexpected traffic exceeds the threshold."""
-        return self.check is None or not self.check.failures
+        """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
+        ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
+        return len(self.replicated) == ruled and (self.check is None or not self.check.failures)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as `--json` prints it."""
@@ -95,6 +99,12 @@ class Explanation:
         from jaxshard.insight.report import write_report
 
         write_report(self, Path(file))
+
+    def pictures(self, folder: str | Path) -> list[Path]:
+        """Writes the page's pictures as PNG files, and returns their names."""
+        from jaxshard.insight.report import write_pictures
+
+        return write_pictures(self, Path(folder))
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -211,6 +221,7 @@ def _explanation(
         platform=platform,
         compiler=_compiler(platform),
         mesh=mesh,
+        sizes=sizes,
         zero=None,
         rows=tuple(found),
         check=check(found, facts, platform, threshold) if facts else None,
@@ -243,8 +254,12 @@ def run(
     tolerance: float,
     threshold: int | None,
     compare: tuple[str, str] | None,
+    schedule: bool,
+    png: str | None,
 ) -> dict[str, Any]:
-    """Explains a configuration's train step, or compares two earlier explanations; see `ExplainOptions`."""
+    """Explains a configuration's train step, compares two explanations, or draws the pipeline; see `ExplainOptions`."""
+    if schedule:
+        return show_schedule(config, target, console, png)
     if compare:
         figures, reasons = differences(*compare)
         show_differences(compare, figures, reasons, console)
@@ -265,4 +280,6 @@ def run(
     if file:
         found.report(file)
         console.line(f"report: {file}")
+    if png:
+        console.line(f"pictures: {len(found.pictures(png))} in {png}")
     return {**result, "exit_code": code}

@@ -51,6 +51,8 @@ class WeightFact:
     """The gradient is reduced into its shard as the backward pass makes it (ZeRO-2 and above)."""
     model_split: bool
     """Split over `model`."""
+    whole: bool
+    """Not split over `stage` or `model`, though these have several devices: they may share the work of its sums."""
 
     @property
     def elements(self) -> int:
@@ -66,6 +68,11 @@ class WeightFact:
     def vector(self) -> bool:
         """Norm scales and biases: small, and not needed again by the backward pass of a product."""
         return self.role in ("norm", "bias")
+
+    @property
+    def bounded(self) -> bool:
+        """Where its gradient is summed first is left to the compiler: see `expected.vector_bounds`."""
+        return self.vector or self.whole
 
 
 @dataclass(frozen=True)
@@ -158,8 +165,8 @@ class Facts:
         for weight in self.weights:
             chunks = self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
             shapes = [weight.local, (*weight.local, weight.layers), (*weight.local, chunks, weight.layers // chunks)]
-            # What is summed over replicas is a shard; so, often, is what is summed of short vectors.
-            if weight.spread and (self.mesh.replica > 1 or weight.vector):
+            # What is summed over replicas is a shard; so, often, is what is summed of short vectors and whole tables.
+            if weight.spread and (self.mesh.replica > 1 or weight.bounded):
                 shapes += [part for dims in shapes for part in _parts(dims, self.mesh.data)]
             for dims in shapes:
                 for key in (tuple(sorted(dim for dim in dims if dim > 1)), (math.prod(dims),)):
@@ -216,12 +223,13 @@ def facts_of(program: Program) -> Facts:
 
 
 def _weights(program: Program) -> list[WeightFact]:
+    shape = program.layout.shape
     rows = jax.tree_util.tree_leaves_with_path(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
     specs = jax.tree.leaves(program.layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
     found = []
     for (path, row), spec in zip(rows, specs, strict=True):
         stacked = row.axes[0] == "layers"
-        local = local_shape(row.shape, spec.base, program.layout.shape)
+        local = local_shape(row.shape, spec.base, shape)
         found.append(
             WeightFact(
                 path=jax.tree_util.keystr(path, simple=True, separator="."),
@@ -233,6 +241,7 @@ def _weights(program: Program) -> list[WeightFact]:
                 stored_spread=_axes(spec.parameters) != _axes(spec.base),
                 early=_axes(spec.gradients) != _axes(spec.base),
                 model_split="model" in _axes(spec.base),
+                whole=shape.stage * shape.model > 1 and not {"stage", "model"} & set(_axes(spec.base)),
             )
         )
     return found

@@ -64,7 +64,9 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
     grouped: dict[tuple[str, str, str], list[tuple[Subject, int]]] = defaultdict(list)
     for subject, size in _subjects(module, found, facts):
         why = reason(subject, facts)
-        if _OPTIMIZER.search(found.source) and place(subject.op_name).phase == "outside" and why.family != "update":
+        # Adam's new parameters may bear its lines; Muon's matrices, as large as they are, are no parameters.
+        other = facts and (why.family != "update" or facts.optimizer == "muon")
+        if other and _OPTIMIZER.search(found.source) and place(subject.op_name).phase == "outside":
             why = Reason("optimizer", FAMILIES["optimizer"])
         grouped[why.family, why.text, subject.dtype].append((subject, size))
     result = []

@@ -57,10 +57,10 @@ FAMILIES = {
     "loss": "vocabulary-parallel loss",
     "loss-input": "vocabulary-parallel loss, gradient of its input",
     "kv": "gradient of kv heads that all of the model axis hold",
-    "vector": "gradient reduction of norms and biases",
+    "vector": "gradient reduction of norms, biases and whole tables",
     "send": "pipeline send",
     "stage": "pipeline, value of one stage to all",
-    "optimizer": "optimizer statistics",
+    "optimizer": "arithmetic of the optimizer",
     "bookkeeping": "bookkeeping (loss, norms, counts)",
 }
 """What is expected of a training step; the expected traffic is computed family by family."""
@@ -164,7 +164,8 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
 
 
 def _small(weight: str, facts: Facts) -> bool:
-    return any(fact.vector for fact in facts.weights if fact.path in weight.split(" or "))
+    paths = weight.split(" or ")
+    return bool(weight) and all(fact.bounded for fact in facts.weights if fact.path in paths)
 
 
 def _groups(weight: str) -> str:
