@@ -9,6 +9,7 @@ with one keyword for each field of the row's options. It returns None, the exit 
 prints (its key "exit_code", if there is one, is taken out and becomes the exit code).
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -164,8 +165,16 @@ class ExplainOptions:
     """Unexpected bytes a step from which the exit code is 1; by default 0.5 % of all bytes, and at least 1 KiB."""
     compare: tuple[str, str] | None = None
     """Two files that --json printed: shows what differs, and compiles nothing."""
+    schedule: bool = False
+    """Draw the pipeline, ticks across and stages down, with its bubble; compiles nothing."""
+    png: str | None = None
+    """Folder for pictures as PNG: those of the report; with --schedule the pipeline's."""
 
     def __post_init__(self):
+        others = [name for name in ("compare", "schedule", "report", "lock", "png") if getattr(self, name)]
+        for first, second in itertools.combinations(others, 2):
+            if first == "compare" or (first == "schedule" and second != "png"):
+                raise InputError(f"--{first} compiles nothing, and so --{second} beside it has no meaning: drop one")
         for name, ok, must in (
             ("tolerance", 0 <= self.tolerance < float("inf"), "0 or a positive number"),
             ("threshold", self.threshold is None or self.threshold >= 0, "0 or a positive whole number"),

@@ -48,6 +48,15 @@ class Console:
         # A model's output may hold any character: on a terminal none of them may move the cursor.
         self._print(Text(text.translate(_CONTROLS), style=style) if self.interactive else text)
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; 80 in a pipe."""
+        return self._rich.width if self.interactive else 80
+
+    def drawing(self, text: Text) -> None:
+        """Prints what is drawn in characters, in its colours on a terminal."""
+        self._print(text if self.interactive else "\n".join(line.rstrip() for line in text.plain.splitlines()))
+
     def heading(self, text: str) -> None:
         """Prints the title of what follows."""
         self.line()

@@ -1,21 +1,20 @@
 """An explanation as one HTML page: no network, no scripts, readable on a phone."""
 
 import html
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxshard.errors import InputError
 from jaxshard.insight.ledger import Row, bytes_by_axis
-from jaxshard.insight.pictures import bars, mesh_picture, slices_picture
+from jaxshard.insight.pictures import Piece, bars, mesh_picture, pipeline_picture, slices_picture, write_png
+from jaxshard.insight.schedule_view import sentences
 from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.insight.tables import axes_text
-from jaxshard.parallel.mesh import AXES, SHORT
+from jaxshard.parallel.mesh import SHORT
 from jaxshard.training.describe import size_text
 from jaxshard.training.program import Program
 
@@ -33,7 +32,14 @@ td.n{text-align:right;white-space:nowrap}svg{width:100%;height:auto;font-family:
 .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:1rem}
 .cards figure{margin:0;border:1px solid #8884;border-radius:.5rem;padding:.5rem}
 figcaption{font-size:.8rem;overflow-wrap:anywhere}
+.long{overflow-x:auto}.long svg{min-width:40rem}
+summary{margin:.5rem 0;cursor:pointer}
+@media(prefers-color-scheme:dark){.good{color:#5fc477}.bad{color:#ff8a80}}
 """
+_ZERO = (
+    "<p>As figure 1 of the ZeRO paper (Rajbhandari et al. 2020, arXiv 1910.02054), for this model, precision and mesh: "
+    "each stage splits one more part of the state over dp.</p>"
+)
 
 
 def write_report(found: "Explanation", file: Path) -> None:
@@ -49,35 +55,75 @@ def write_report(found: "Explanation", file: Path) -> None:
         raise InputError(f"--report {file}: cannot be written ({error.strerror}); name another file") from None
 
 
+def write_pictures(found: "Explanation", folder: Path) -> list[Path]:
+    """Writes the page's pictures as PNG files for print, and returns them.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    drawn = pictures(found) | {f"slices-{name}": svg for name, svg in slices(found.program).items()}
+    files = [folder / f"{name}.png" for name in drawn]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for svg, file in zip(drawn.values(), files, strict=True):
+            write_png(svg, file)
+    except OSError as error:
+        raise InputError(f"--png {folder}: cannot be written ({error.strerror}); name another folder") from None
+    return files
+
+
 def page(found: "Explanation") -> str:
     """The page as text."""
     zero = "" if found.zero is None else f", ZeRO-{found.zero}"
     title = f"{found.target}, mesh {found.mesh}{zero}"
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>"
-        f"<p>Compiled by {html.escape(found.compiler)}, jax {jax.__version__}.</p>{''.join(_sections(found))}</html>\n"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f"<p>Compiled by {html.escape(found.compiler)}, jax {jax.__version__}.</p>{''.join(_sections(found))}"
+        "</body></html>\n"
     )
 
 
-def _sections(found: "Explanation") -> Iterator[str]:
-    yield _section("Verdict", _verdict(found))
-    program = found.program
-    if program is not None:
-        yield _section("Mesh", mesh_picture(dict(zip(AXES, program.layout.shape.sizes, strict=True))))
-    yield _section("What travels, and why", _ledger(found.rows))
+def pictures(found: "Explanation") -> dict[str, str]:
+    """The drawings as SVG, by name; those of the train step only where it is one."""
+    drawn = {"mesh": mesh_picture({SHORT.get(axis, axis): size for axis, size in found.sizes.items()})}
     totals = sorted(bytes_by_axis(found.rows).items(), key=lambda item: -item[1])
-    rows = [(axes_text(name.split("+")), [("bytes a step", size)]) for name, size in totals]
-    yield _section("Bytes a step by axes", bars(rows, *_unit(max((size for _, size in totals), default=1))))
-    yield _section("Memory of one device", _memory(found))
+    if totals:
+        rows = [(axes_text(name.split("+")), [("bytes a step", size)]) for name, size in totals]
+        drawn["axes"] = bars(rows, *_unit(totals[0][1]))
+    memory = found.memory
+    parts = [
+        ("arguments", memory.arguments),
+        ("outputs", max(0, memory.outputs - memory.aliased)),
+        ("temporaries", memory.temporaries),
+    ]
+    drawn["memory"] = bars([("device", parts), ("host", [("host", memory.host)])], *_unit(memory.peak))
+    if found.program is not None:
+        drawn["zero"] = _zero_bars(found.program)
+        if pipeline := found.program.recipe.pipeline:
+            drawn["pipeline"] = pipeline_picture(pipeline.schedule)
+    return drawn
+
+
+def _sections(found: "Explanation") -> Iterator[str]:
+    drawn, program = pictures(found), found.program
+    yield _section("Verdict", _verdict(found))
+    yield _section("Mesh", drawn["mesh"])
+    yield _section("What travels, and why", _summary(found.rows))
+    if "axes" in drawn:
+        yield _section("Bytes a step by axes", drawn["axes"])
+    yield _section("Memory of one device", drawn["memory"] + _memory(found))
     if program is not None:
-        yield _section("Memory of the state under ZeRO 0 to 3", _zero_bars(program))
+        yield _section("State of one device under ZeRO 0 to 3", drawn["zero"] + _ZERO)
+        if program.recipe.pipeline:
+            lines = "".join(f"<li>{html.escape(line)}</li>" for line in sentences(program.recipe.pipeline.schedule)[1:])
+            yield _section("Pipeline", f'<div class="long">{drawn["pipeline"]}</div><ul>{lines}</ul>')
         yield _section("Which device holds which slice", _weights(program))
 
 
 def _section(title: str, body: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>{body}"
+    return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
 
 
 def _verdict(found: "Explanation") -> str:
@@ -102,6 +148,20 @@ def _verdict(found: "Explanation") -> str:
     return f'<p class="{"good" if found.ok else "bad"}">{text}</p><ul>{lines}</ul>{details}'
 
 
+def _summary(rows: Sequence[Row]) -> str:
+    """The ledger added up by reason, and behind it each collective."""
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for row in rows:
+        key = (row.reason, row.kind, axes_text(row.axes))
+        calls, size = sums.get(key, (0, 0))
+        sums[key] = (calls + row.count, size + row.total)
+    cells = [
+        (*key, f"{calls:,}", size_text(size)) for key, (calls, size) in sorted(sums.items(), key=lambda i: -i[1][1])
+    ]
+    table = _table(("reason", "kind", "axes", "calls", "a step"), cells, numbers=(3, 4))
+    return f"{table}<details><summary>Each collective ({len(rows)})</summary>{_ledger(rows)}</details>"
+
+
 def _ledger(rows: Sequence[Row]) -> str:
     cells = [
         (
@@ -121,18 +181,11 @@ def _ledger(rows: Sequence[Row]) -> str:
 
 
 def _memory(found: "Explanation") -> str:
-    memory = found.memory
-    parts = [
-        ("arguments", memory.arguments),
-        ("outputs", max(0, memory.outputs - memory.aliased)),
-        ("temporaries", memory.temporaries),
-    ]
-    drawn = bars([("device", parts), ("host", [("host", memory.host)])], *_unit(memory.peak))
     cells = [(b.shape, size_text(b.bytes), b.what, b.advice, b.source) for b in found.buffers]
     heads = ("largest temporaries", "bytes", "what", "shrunk by", "source")
     whole = [(leaf.path, size_text(leaf.bytes), leaf.why) for leaf in found.replicated]
     replicated = _table(("whole against the rules", "bytes", "why"), whole, numbers=(1,)) if whole else ""
-    return drawn + (_table(heads, cells, numbers=(1,)) if cells else "") + replicated
+    return (_table(heads, cells, numbers=(1,)) if cells else "") + replicated
 
 
 def _zero_bars(program: Program) -> str:
@@ -151,25 +204,40 @@ def _zero_bars(program: Program) -> str:
     return bars(rows, *_unit(max(sum(size for _, size in parts) for _, parts in rows)))
 
 
-def _weights(program: Program) -> str:
-    rows = jax.tree_util.tree_leaves_with_path(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
-    specs = jax.tree.leaves(program.layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
-    cards = []
-    for (path, row), spec in zip(rows, specs, strict=True):
+def slices(program: Program | None) -> dict[str, str]:
+    """Weight -> drawing of its slices, parameters as they are stored; devices are numbered as in the mesh."""
+    if program is None:
+        return {}
+    number = {device: index for index, device in enumerate(program.layout.mesh.devices.flat)}
+    weights = jax.tree_util.tree_leaves_with_path(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
+    drawn = {}
+    for (path, row), sharding in zip(weights, jax.tree.leaves(program.layout.parameters), strict=True):
+        holders: dict[Piece, list[int]] = {}
+        for device, index in sharding.devices_indices_map(row.shape).items():
+            piece = tuple(cut.indices(dim)[:2] for cut, dim in zip(index, row.shape, strict=True))
+            holders.setdefault(piece, []).append(number[device])
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        names = [axis or "dim" for axis in row.axes]
-        cuts = _cuts(spec.parameters, len(row.shape), program)
-        ways = math.prod(size for cut in cuts for _, size in cut)
-        words = f"{name}: {' x '.join(f'{dim:,}' for dim in row.shape)}, in {ways} slice{'s' if ways > 1 else ''}"
-        picture = slices_picture(row.shape, names, cuts)
-        cards.append(f"<figure>{picture}<figcaption>{html.escape(words)}</figcaption></figure>")
-    return f'<p>Parameters as they are stored.</p><div class="cards">{"".join(cards)}</div>'
+        drawn[name] = slices_picture(row.shape, [axis or "dim" for axis in row.axes], holders)
+    return drawn
 
 
-def _cuts(spec: PartitionSpec, dims: int, program: Program) -> list[list[tuple[str, int]]]:
-    entries = [*spec, *[None] * (dims - len(spec))]
-    groups = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
-    return [[(SHORT[axis], getattr(program.layout.shape, axis)) for axis in axes] for axes in groups]
+def _weights(program: Program) -> str:
+    drawn = slices(program)
+    weights = jax.tree.leaves(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
+    cards = []
+    for (name, svg), row, sharding in zip(
+        drawn.items(), weights, jax.tree.leaves(program.layout.parameters), strict=True
+    ):
+        cuts = zip(row.axes, sharding.spec, strict=False)
+        over = ", ".join(
+            f"{dim} over {axes_text([axis] if isinstance(axis, str) else axis)}" for dim, axis in cuts if axis
+        )
+        caption = f"<b>{html.escape(name)}</b><br>{html.escape(over or 'whole on every device')}"
+        cards.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
+    return (
+        "<p>Parameters as they are stored; numbers are devices, as in the mesh above.</p>"
+        f'<div class="cards">{"".join(cards)}</div>'
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:

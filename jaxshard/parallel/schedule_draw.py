@@ -103,15 +103,15 @@ def draw_png(schedule: Schedule, path: str | Path, forward: float = 1.0, backwar
     axes.tick_params(axis="y", length=0)
     darker = " (later chunks darker)" if schedule.chunks > 1 else ""
     patches = [
-        Patch(color=_shade("fwd", 0, 1), label=f"forward{darker}"),
-        Patch(color=_shade("bwd", 0, 1), label="backward"),
+        Patch(color=shade("fwd", 0, 1), label=f"forward{darker}"),
+        Patch(color=shade("bwd", 0, 1), label="backward"),
     ]
     patches.append(Patch(facecolor=BUBBLE, hatch="////", edgecolor="#c8c8c8", label="bubble"))
     figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path, dpi=90)
 
 
-def _shade(way: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+def shade(way: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """Blue for forward, green for backward; later chunks darker."""
     light, dark = SHADES[way]
     part = chunk / (chunks - 1) if chunks > 1 else 0.35
@@ -139,7 +139,7 @@ def _bars(axes: "Axes", schedule: Schedule, forward: float, backward: float) -> 
                 continue
             chunk = int(getattr(schedule, f"{way}_chunk")[tick, s])
             busy.append((left, width))
-            colours.append(_shade(way, chunk, schedule.chunks))
+            colours.append(shade(way, chunk, schedule.chunks))
             if width >= needed:
                 colour = "white" if 2 * chunk > schedule.chunks - 1 else "black"
                 axes.text((left + right) / 2, s, label, ha="center", va="center", fontsize=6, color=colour)
