@@ -17,6 +17,7 @@ from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel import schedule
 from jaxshard.parallel.mesh import AXES, MeshShape
 from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.describe import size_text, zero_notes
 from jaxshard.training.invariance import compare, compile_quickly, one_step, synthetic_batch, wide_types
 from jaxshard.training.pipeline_plan import pipeline_notes
 from jaxshard.training.program import build_program
@@ -223,6 +224,15 @@ def test_a_checkpoint_goes_on_with_another_pipeline(tmp_path, mesh, options):
     assert all(np.array_equal(a, b) for a, b in zip(*natural, strict=True))
 
 
+def travelling(target, mesh, cfg):
+    """(program, collectives of its compiled step) on faked or absent devices."""
+    placed = absent.mesh_for(parse_target(target), mesh)
+    prog = build_program(cfg, list(placed.devices.flat), mesh=placed)
+    lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
+    text = (compile_quickly(lowered, prog) if target.startswith("cpu") else lowered.compile()).as_text()
+    return prog, collectives(text, dict(zip(AXES, prog.layout.shape.sizes, strict=True)))
+
+
 needs_gpu = pytest.mark.skipif(
     not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
     reason="GPU compiler not installed (jaxshard[gpu])",
@@ -230,20 +240,38 @@ needs_gpu = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=needs_gpu)])
+@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=[needs_gpu, pytest.mark.slow])])
 def test_what_travels_in_a_tick(target, name):
     """On the stage axis sends, and sums of at most one microbatch; on the data axis nothing (ZeRO-1)."""
     untied = LLAMA | dict(tie_embeddings=False, attention="xla")
     cfg = config(
         "pp=4,dp=2", untied, schedule=name, microbatches=12, zero=1, precision="bf16", remat="full", loss_chunk=T
     )
-    mesh = absent.mesh_for(parse_target(target), MeshShape(stage=4, data=2))
-    prog = build_program(cfg, list(mesh.devices.flat), mesh=mesh)
-    lowered = prog.step.lower(prog.abstract, prog.abstract_batch())
-    text = (compile_quickly(lowered, prog) if target == "cpu:8" else lowered.compile()).as_text()
-    found = [one for one in collectives(text, dict(zip(AXES, prog.layout.shape.sizes, strict=True))) if one.loops]
+    found = [one for one in travelling(target, MeshShape(stage=4, data=2), cfg)[1] if one.loops]
     values = cfg.train.global_batch // 2 // 12 * T * cfg.model.d_model
     assert {one.kind for one in found} == {"collective-permute", "all-reduce"}
     assert {one.axes for one in found} == {("stage",)}
     # CPUs reduce 16 bits in fp32.
     assert max(part.bytes for one in found for part in one.parts) == values * (4 if target == "cpu:8" else 2)
+
+
+@pytest.mark.parametrize("zero, gather", [(2, None), (3, "tick"), (3, "step")])
+@pytest.mark.parametrize("target", ["cpu:4", pytest.param("h100:4", marks=[needs_gpu, pytest.mark.slow])])
+def test_what_zero_costs_is_said_to_the_byte(target, zero, gather):
+    """Gradients of the layers are reduced in every backward half, parameters gathered in every tick or once."""
+    untied = LLAMA | dict(tie_embeddings=False, attention="xla", max_seq_len=16)
+    train = dict(microbatches=4, precision="fp32", remat="full", pipeline_gather=gather, global_batch=16)
+    cfg = replace(config("pp=2,dp=2", untied, zero=zero, **train), data=DataConfig(seq_len=16))
+    prog, found = travelling(target, MeshShape(stage=2, data=2), cfg)
+    shared = lambda one: any(word in one.op_name for word in ("embedding", "loss", "sharding_constraint"))
+    data = [one for one in found if one.axes == ("data",) and one.loops and not shared(one)]
+    total = lambda *kinds: sum(one.total_bytes for one in data if one.kind in kinds)
+    lines = zero_notes(prog)
+    # CPUs form no reduce-scatter.
+    assert f": {size_text(total('all-reduce', 'reduce-scatter'))} a step" in lines[0]
+    if gather == "tick":
+        assert f"in each tick: {size_text(total('all-gather'))} a step" in lines[1]
+    else:
+        assert total("all-gather") == 0
+    assert len(lines) == zero - 1
+    assert zero_notes(replace(prog, config=replace(cfg, zero=1))) == []

@@ -3,10 +3,12 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jaxshard.console import Console
 from jaxshard.parallel.mesh import AXES, SHORT
 from jaxshard.parallel.rules import local_shape
+from jaxshard.training.pipeline_plan import pipeline_notes
 from jaxshard.training.program import Program, class_bytes
 
 GIB = 2**30
@@ -66,6 +68,41 @@ def show_program(program: Program, console: Console) -> None:
         console.line(f"In host memory, for each device: {held(low)} ({offload_text(program)})")
     for leaf in program.replicated:
         console.line(f"stays whole: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
+    notes, warnings = pipeline_notes(program.recipe.pipeline)
+    for line in notes + zero_notes(program):
+        console.line(line)
+    for line in warnings:
+        console.warn(line)
+
+
+def zero_notes(program: Program) -> list[str]:
+    """What ZeRO-2 and 3 send over the data axis because the layers are a pipeline; [] where they send nothing more.
+
+    Bytes are those of one device's layers, whole over the data axis: gradients and parameters in the types in which
+    they are reduced and computed with.
+    """
+    plan, layout, zero = program.recipe.pipeline, program.layout, program.config.zero
+    if plan is None or zero < 2 or layout.shape.data == 1:
+        return []
+    local = lambda a, s: math.prod(local_shape(a.shape, s.base, layout.shape))
+    values = sum(jax.tree.leaves(jax.tree.map(local, program.abstract.params["blocks"], layout.specs["blocks"])))
+    gradients = values * jnp.dtype(layout.policy.gradients).itemsize
+    parameters = values * jnp.dtype(layout.policy.compute).itemsize
+    table, parts = plan.schedule, program.config.train.accumulation
+    backward = parts * table.backward_halves
+    reduced = size_text(backward * gradients // table.chunks)
+    lines = [
+        f"ZeRO-{zero} with a pipeline reduces gradients in each of {backward} backward halves: {reduced} a step "
+        f"where --zero 1 reduces {size_text(gradients)} once, and holds as much"
+    ]
+    if zero == 3:
+        gathers = parts * (table.forward_halves + 2 * table.backward_halves)
+        tick = f"in each tick: {size_text(gathers * parameters // table.chunks)} a step, one layer held at a time"
+        once = f"once a step: {size_text(parameters)}, held whole"
+        now, other = (tick, once) if plan.gather == "tick" else (once, tick)
+        name = "step" if plan.gather == "tick" else "tick"
+        lines.append(f"Parameters are gathered {now}; --train.pipeline_gather {name} gathers them {other}")
+    return lines
 
 
 def offload_text(program: Program) -> str:
