@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import traceback
 from dataclasses import dataclass, replace
@@ -21,7 +22,16 @@ from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError, nearest
-from jaxshard.options import Given, given_options, instantiate, make_parser, options_of, parse_arguments
+from jaxshard.options import (
+    Given,
+    Option,
+    given_options,
+    help_text,
+    instantiate,
+    make_parser,
+    options_of,
+    parse_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,16 @@ def main() -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Runs one command line and returns its exit code; nothing but SystemExit of --help is raised."""
+    """Runs one command line and returns its exit code; raises nothing."""
     try:
         if argv[:1] in (["--help"], ["-h"]):
             print(overview())
             return 0
         if argv == ["--version"]:
             print(f"jaxshard {importlib.metadata.version('jaxshard')}")
+            return 0
+        if {"--help", "-h"} & set(argv):
+            print(command_help(_command(argv)[0]))
             return 0
         invocation = understand(argv)
         if invocation.common.print_config:
@@ -144,6 +157,28 @@ def overview() -> str:
     )
 
 
+def command_help(command: Command) -> str:
+    """Returns the help of a command: its own options, and those of the configuration that it reads."""
+    own, common, config = _options(command, Config())
+    shown = [option for option in config if command.reads is None or option.name.startswith(command.reads)]
+    text = help_text([*own, *common, *shown], shutil.get_terminal_size().columns)
+    ends = ["Dashes and underscores in names are the same. Configuration files use the names as they stand here."]
+    if len(shown) < len(config):
+        ends.append("Other options of the configuration, which train --help lists, are taken too.")
+    return "\n".join([f"usage: {_program()} {command.name} [options]", "", command.help, text, "", *ends])
+
+
+def _options(command: Command, base: Config) -> tuple[list[Option], list[Option], list[Option]]:
+    """A command's own options, those of every command, and those of the configuration.
+
+    A command with an option --checkpoint STEP saves nothing, and so needs no --checkpoint.every beside it.
+    """
+    own = options_of(command.options)
+    hidden = tuple(f"{option.name}." for option in own)
+    config = [option for option in options_of(base) if not option.name.startswith(hidden)]
+    return own, options_of(CommonOptions()), config
+
+
 def _command(argv: list[str]) -> tuple[Command, list[str]]:
     """Splits off the command, `train` when the line starts with an option or is empty."""
     if not argv or argv[0].startswith("-"):
@@ -158,19 +193,10 @@ def _command(argv: list[str]) -> tuple[Command, list[str]]:
 
 def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
     """Parses the options of a command over a configuration."""
-    own_options = options_of(command.options)
-    # A command with an option --checkpoint STEP saves nothing, and so needs no --checkpoint.every beside it.
-    hidden = tuple(f"{option.name}." for option in own_options)
-    config_options = [option for option in options_of(base) if not option.name.startswith(hidden)]
-    options = [*own_options, *options_of(CommonOptions()), *config_options]
+    own_options, common_options, config_options = _options(command, base)
+    options = [*own_options, *common_options, *config_options]
     _refuse_others_options(command, argv, {option.name for option in options})
-    parser = make_parser(
-        options,
-        prog=f"{_program()} {command.name}",
-        usage="%(prog)s [options]",
-        description=command.help,
-        epilog="Dashes and underscores in names are the same. Configuration files use the names as they stand here.",
-    )
+    parser = make_parser(options)
     values = parse_arguments(parser, options, argv)
     own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
     given = given_options(argv, ["config", *(option.name for option in config_options)])

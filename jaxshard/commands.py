@@ -194,7 +194,12 @@ class Command:
     saved_run: Callable[[Any], SavedRun] = lambda options: "no"
     wants_given: bool = False
     """The function also takes `given`: the options of the configuration that stood on the command line."""
+    reads: tuple[str, ...] | None = None
+    """How the names of those options of the configuration start that its help lists; None: all."""
 
+
+_DEVICES = ("mesh", "zero", "output", "devices", "fake_devices")
+_STEP = ("mesh", "zero", "model.", "data.", "optim.", "train.")
 
 COMMANDS = (
     Command(
@@ -211,6 +216,7 @@ COMMANDS = (
         "jaxshard.training.evaluate:run",
         EvalOptions(),
         lambda options: "needed",
+        reads=(*_DEVICES, "data.", "train.global_batch", "eval.batches"),
     ),
     Command(
         "generate",
@@ -218,6 +224,7 @@ COMMANDS = (
         "jaxshard.inference.generate:run",
         GenerateOptions(),
         lambda options: "needed",
+        reads=(*_DEVICES, "train.seed"),
     ),
     Command(
         "inspect",
@@ -225,6 +232,7 @@ COMMANDS = (
         "jaxshard.insight.inspect:run",
         InspectOptions(),
         lambda options: options.saved_run,
+        reads=("output",),
     ),
     Command(
         "plan",
@@ -232,18 +240,21 @@ COMMANDS = (
         "jaxshard.insight.planner:run",
         PlanOptions(),
         wants_given=True,
+        reads=_STEP,
     ),
     Command(
         "explain",
         "Compile the train step, for absent hardware too, and say why every collective is there.",
         "jaxshard.insight.explain:run",
         ExplainOptions(),
+        reads=(*_DEVICES, *_STEP),
     ),
     Command(
         "collectives",
         "Measure every collective over every mesh axis on the devices present, and check each result.",
         "jaxshard.insight.measure:run",
         CollectivesOptions(),
+        reads=("mesh", "devices", "fake_devices"),
     ),
     Command(
         "check",
@@ -251,5 +262,6 @@ COMMANDS = (
         "jaxshard.training.check:run",
         CheckOptions(),
         lambda options: "if named",
+        reads=(*_DEVICES, *_STEP),
     ),
 )

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import textwrap
 import types
 import typing
 from argparse import ArgumentError
@@ -33,6 +34,10 @@ SYNONYMS = {
     "dataset": "data.path",
 }
 """What other trainers call an option -> what it is called here."""
+
+
+_COLUMN = 34
+"""Where the right column of the help begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,28 +99,70 @@ def given_options(argv: Iterable[str], names: Iterable[str]) -> Given:
     return Given({name: text for name, text in found.items() if name in names})
 
 
-def make_parser(options: list[Option], **texts: Any) -> jsonargparse.ArgumentParser:
-    """Returns a parser of these options that raises ArgumentError; `texts`: prog, usage, description, epilog."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **texts)
-    headings: dict[str, Any] = {}
+def make_parser(options: list[Option]) -> jsonargparse.ArgumentParser:
+    """Returns a parser of these options that raises ArgumentError."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, add_help=False)
     for option in options:
-        if option.heading not in headings:
-            headings[option.heading] = parser.add_argument_group(option.heading)
         extra: dict[str, Any] = {} if option.bare is None else {"nargs": "?", "const": option.bare}
         pair = option.hint == (tuple[str, str] | None)  # written as two words after the name
         if pair:
             extra = {"nargs": 2}
-        headings[option.heading].add_argument(
-            f"--{option.name}", type=str if pair else option.hint, default=option.default, help=option.doc, **extra
-        )
+        parser.add_argument(f"--{option.name}", type=str if pair else option.hint, default=option.default, **extra)
     return parser
+
+
+def help_text(options: list[Option], width: int) -> str:
+    """The options under their headings, names on the left and what they do on the right, in lines of `width`."""
+    lines, heading = [], ""
+    for option in options:
+        if option.heading != heading:
+            heading = option.heading
+            lines += ["", f"{heading}:"]
+        name = f"  --{option.name} {_placeholder(option)}".rstrip()
+        default = option.default
+        said = "" if default in (None, "", False, ()) else f" (default: {_written(default)})"
+        wrapped = textwrap.wrap(option.doc + said, max(20, width - _COLUMN), break_on_hyphens=False)
+        if len(name) < _COLUMN - 1:
+            wrapped[0] = name.ljust(_COLUMN) + wrapped[0]
+            rest = wrapped[1:]
+            lines.append(wrapped[0])
+        else:
+            rest = wrapped
+            lines.append(name)
+        lines += [" " * _COLUMN + line for line in rest]
+    return "\n".join(lines)
+
+
+def _placeholder(option: Option) -> str:
+    """What follows the name: N a whole number, X a number, TEXT, choices as a|b; in brackets what may be left out."""
+    kinds = [kind for kind in typing.get_args(option.hint) or (option.hint,) if kind is not types.NoneType]
+    if typing.get_origin(option.hint) is Literal:
+        text = "|".join(map(str, kinds))
+    elif typing.get_origin(kinds[0]) is Literal:
+        text = "|".join(map(str, typing.get_args(kinds[0])))
+    elif option.hint == (tuple[str, str] | None):
+        text = "A B"
+    elif tuple in (typing.get_origin(kinds[0]), typing.get_origin(option.hint)):
+        text = describe(option.hint).rpartition(" ")[2]
+    else:
+        text = {int: "N", float: "X", bool: "true|false", str: "TEXT"}[kinds[0]]
+    if option.bare is None:
+        return text
+    return "" if option.bare is True and option.default is False else f"[{text}]"
+
+
+def _written(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def parse_arguments(parser: jsonargparse.ArgumentParser, options: list[Option], argv: list[str]) -> dict[str, Any]:
     """Returns values by dotted name. Raises InputError for unknown names and values of a wrong type."""
     argv, by_name = _normal(argv), {option.name: option for option in options}
     for token in argv:
-        if token.startswith("--") and token != "--help" and token[2:].partition("=")[0] not in by_name:
+        if token.startswith("--") and token[2:].partition("=")[0] not in by_name:
             raise InputError(_explain_unknown(token, by_name))
     try:
         return _flat(parser.parse_args(argv), options)
