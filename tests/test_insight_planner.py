@@ -5,16 +5,20 @@ import shlex
 from dataclasses import replace
 from itertools import pairwise
 
+import jax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from jaxshard import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import planner, ranking
+from jaxshard.insight import absent, host_memory, planner, ranking
+from jaxshard.insight.absent import devices_for
 from jaxshard.insight.advice import reasons
-from jaxshard.insight.compile import DoesNotFit
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.search import Pins, apply, candidates
+from jaxshard.insight.compile import DoesNotFit, compile_for
+from jaxshard.insight.confirm import compile_step
+from jaxshard.insight.hardware import CHIPS, parse_target
+from jaxshard.insight.search import Pins, apply, candidates, pins_of
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
@@ -22,6 +26,11 @@ from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.program import check_fit
 
 GIB = 2**30
+needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
+needs_gpu = pytest.mark.skipif(
+    not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    reason="GPU compiler not installed (jaxshard[gpu])",
+)
 
 
 def settings(preset, batch, seq_len, **model):
@@ -241,8 +250,15 @@ def test_fewest_devices(capsys):
         (("--target", "h100:64", "--mesh", "tp=64"), ("n_heads = 32", "tp = 64")),
         (("--target", "h100:8", "--network", "fast"), ("fast", "gbps=25")),
         (("--target", "h100:8", "--memory_limit", "-1"), ("memory_limit", "positive")),
-        (("--target", "h100:8", "--zero", "0", "--train.remat", "none", "--mesh", "dp=8"), ("--zero 0", "GiB")),
-        (("--target", "h100:8", "--train.microbatches", "4", "--mesh", "dp=8"), ("--train.microbatches 4",)),
+        (
+            ("--target", "h100:8", "--zero", "0", "--train.remat", "none", "--mesh", "dp=8"),
+            ("--zero 0", "GiB", "it fits here without --mesh dp=8 or without --train.remat none"),
+        ),
+        (
+            ("--target", "h100:8", "--train.microbatches", "4", "--mesh", "dp=8", "--zero", "1"),
+            ("--mesh dp=8 or --train.microbatches 4 stands in the way",),
+        ),
+        (("--target", "h100:8", "--train.accumulation", "3"), ("--train.accumulation 3 stands in the way",)),
     ],
 )
 def test_bad_input(capsys, arguments, words):
@@ -306,3 +322,113 @@ def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
 def test_a_compiled_peak_above_the_limit_is_a_refusal(monkeypatch):
     with pytest.raises(InputError, match="refuses every layout"):
         confirmed(monkeypatch, lambda config, target: _Peak(100 * GIB), confirm=1)
+
+
+def test_near_the_edge_the_compiler_decides(monkeypatch):
+    """The closed form says that nothing fits, by less than its error: the compiler has the last word, either way."""
+    config = settings("llama3-8b", 64, 8192)
+    arch, target = architecture(config.model), parse_target("h100:8")
+    pins = Pins({"data": 8}, {"zero": 3, "remat": "full", "accumulation": 8, "offload": "none"})
+    limit = int(0.95 * ranking.search(config, arch, target, pins).smallest().memory.total)
+    tight = lambda: ranking.search(config, arch, target, pins, memory_limit=limit)
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(planner, "timeline", lambda result, mesh: None)
+    for peak, fits in ((limit, True), (limit + 1, False)):
+        found = tight()
+        assert not found.fitting
+        answer = type("Confirmed", (), {"result": _Peak(peak)})
+        monkeypatch.setattr(planner, "compile_step", lambda *args, answer=answer: answer)
+        if fits:
+            (plan,), _ = planner.offered(found, Given({}), 3)
+            assert plan.compiled_peak == limit
+        else:
+            with pytest.raises(InputError, match=r"fits nowhere.*Not offered: .* by the compiler"):
+                planner.offered(found, Given({}), 3)
+    with pytest.raises(InputError, match="fits nowhere"):
+        planner.offered(tight(), Given({}), 0)
+
+
+# Host memory.
+
+
+def test_offloaded_plans_must_fit_into_the_hosts_memory(monkeypatch, capsys):
+    found = search(settings("llama2-7b", 8, 2048), "h100:1")
+    host = found.fitting[0].memory.host
+    assert host > 70 * GIB
+    assert host_memory.within_host(found)[0] is found.fitting[0]
+    monkeypatch.setitem(host_memory.HOST_BYTES, "h100", host)  # of which a tenth stays free
+    assert all(plan.memory.host < 0.9 * host + 1 for plan in host_memory.within_host(found))
+    monkeypatch.setitem(host_memory.HOST_BYTES, "h100", 8 * GIB)
+    code, _, err = plan(
+        *(capsys, "--model.preset", "llama2-7b", "--train.global_batch", "8", "--data.seq_len", "2048"),
+        *("--target", "h100:1", "--confirm", "0"),
+    )
+    assert code == 2
+    assert "of host memory for each device" in err
+    assert "7.20 GiB to use; the smallest h100 target that fits is h100:2" in err
+
+
+def test_every_known_accelerator_has_host_memory():
+    assert {name for name, chip in CHIPS.items() if chip.bf16_flops} == set(host_memory.HOST_BYTES)
+    assert host_memory.host_limit(parse_target("cpu:8")) == float("inf")
+    assert 2**28 < host_memory.host_limit(parse_target("local")) < 2**50
+
+
+# Near the edge, with the real compilers: a limit just below and just above the compiler's peak.
+
+
+def verdicts(config, target):
+    """{limit - peak: whether the plan is offered} with the memory limit one byte below, at, and 8 % above the peak."""
+    arch, hardware = architecture(config.model, 257, config.data.seq_len), parse_target(target)
+    pins = pins_of(config, ["mesh", "zero", "train.remat", "train.accumulation", "train.microbatches"])
+    once = compile_step(config, hardware, 257)
+    peak = once.result.memory.peak
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "compile_step", lambda *args: once)
+        for limit in (peak - 1, peak, round(1.08 * peak)):
+            try:
+                plans, _ = planner.offered(ranking.search(config, arch, hardware, pins, limit), Given({}), 1)
+                assert plans[0].compiled_peak == peak
+                found[limit - peak] = True
+            except InputError:
+                found[limit - peak] = False
+    return list(found.values())
+
+
+def edge(mesh, zero, **train):
+    model = ModelConfig(family="llama", vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=8, d_ff=1024)
+    train = TrainConfig(global_batch=32, **train)
+    return Config(mesh=mesh, zero=zero, model=model, data=DataConfig(seq_len=256), train=train)
+
+
+def test_the_verdict_is_the_compilers_on_cpu():
+    assert verdicts(edge("dp=2", 0), "cpu:2") == [False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "config"),
+    [
+        pytest.param("h100:2", edge("dp=2", 0, precision="bf16"), marks=needs_gpu),
+        pytest.param("h100:2", edge("tp=2", 1, precision="bf16", remat="full"), marks=needs_gpu),
+        pytest.param("h100:4", edge("dp=2,tp=2", 3, precision="bf16", accumulation=2), marks=needs_gpu),
+        pytest.param("v5e:2x2", edge("dp=4", 2, precision="bf16"), marks=needs_tpu),
+    ],
+)
+def test_the_verdict_is_the_compilers_near_the_edge(target, config):
+    assert verdicts(config, target) == [False, True, True]
+
+
+@needs_tpu
+@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x1"])
+def test_a_tpu_program_fits_exactly_when_the_compiler_takes_it(chip):
+    target = parse_target(chip)
+    device = SingleDeviceSharding(devices_for(target)[0])
+    for spare, fits in ((16 * 2**20, True), (-16 * 2**20, False)):
+        count = (target.chip.usable_bytes - spare) // 8  # as argument and as result, 4 bytes each
+        result = compile_for(
+            target, jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((count,), "float32", sharding=device)
+        )
+        assert result.fits is fits
+        assert isinstance(result, DoesNotFit) is not fits

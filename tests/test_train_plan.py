@@ -121,8 +121,7 @@ def test_the_nearest_plan_changes_least():
     other = plan("other mesh", shape=MeshShape(data=4, model=2), zero=1)
     more = plan("two fields", zero=1, remat="full")
     one, later = plan("one field", remat="full"), plan("one field, slower", zero=3)
-    found = SimpleNamespace(fitting=[other, more, one, later])
-    assert present.nearest_plan(found, own).name == "one field"  # type: ignore[arg-type]
+    assert present.nearest_plan([other, more, one, later], own).name == "one field"  # type: ignore[list-item]
 
 
 # Whole runs whose memory runs out, at either moment.

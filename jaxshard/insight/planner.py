@@ -18,9 +18,11 @@ from jaxshard.insight.calibration import calibrated
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.confirm import compile_step, compiler_missing
 from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.host_memory import host_limit, smallest_fitting, within_host
 from jaxshard.insight.memory import gib
 from jaxshard.insight.plan_tables import model_name, show
-from jaxshard.insight.ranking import Scored, Search, limit_of, nothing_fits, search, smallest_target
+from jaxshard.insight.ranking import Scored, Search, limit_of
+from jaxshard.insight.refusal import refused, searched
 from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
 from jaxshard.insight.timeline import Timeline, timeline
 from jaxshard.models.presets import Architecture, architecture
@@ -29,6 +31,8 @@ from jaxshard.parallel.mesh import AXES
 
 BYTE_TOKENS = 257
 """Vocabulary of the default tokenizer (data.tokenizer bytes)."""
+EDGE = 1.2
+"""What the closed form may be too high by, at worst (docs/planner-memory.md)."""
 ROWS = 10
 """Plans in the table."""
 
@@ -119,22 +123,23 @@ def find(
         memory_limit: GiB.
 
     Raises:
-        InputError: nothing is legal or nothing fits.
+        InputError: nothing is legal.
     """
     pins = pins_of(config, given.options)
     limit = None if memory_limit is None else memory_limit * 2**30
     if fewest:
-        part = smallest_target(config, arch, target, pins, limit, most=target.count)
+        part = smallest_fitting(config, arch, target, pins, limit, most=target.count)
         if part is not None:
             return part
-    found = search(config, arch, target, pins, limit)
-    if not found.fitting:
-        raise nothing_fits(found, pins, limit)
-    return found
+    return searched(config, arch, target, pins, limit)
 
 
 def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list[str]]:
-    """Plans, best first, and notes. The best `confirm` have been compiled; what the compiler refuses is left out."""
+    """Plans, best first, and notes. The best `confirm` have been compiled; what the compiler refuses is left out.
+
+    Raises:
+        InputError: nothing fits, or the compiler refuses everything that it was asked about.
+    """
     missing = compiler_missing(found.target) if confirm else None
     notes = []
     if confirm == 0 or missing:
@@ -151,9 +156,11 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
         if len(plans) == ROWS:
             break
     if not plans:
-        raise InputError(
-            f"the compiler for {found.target.name} refuses every layout that should fit: " + " ".join(notes[-3:])
-        )
+        own = found.limit if found.limit < limit_of(found.target, None) else None
+        tried = " ".join(note for note in notes if note.startswith("Not offered"))
+        if not within_host(found):
+            raise refused(found, pins_of(found.config, given.options), own, tried)
+        raise InputError(f"the compiler for {found.target.name} refuses every layout that should fit: {tried}")
     notes += _faster_as_compiled(plans)
     return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in plans], notes
 
@@ -183,12 +190,13 @@ class Verdict:
 def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
     """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `confirm` with the compiler's verdict.
 
-    After a refusal the next smaller layout of the same mesh and stage has its turn.
+    After a refusal the next smaller layout of the same mesh and stage has its turn. Where the closed form says that
+    nothing fits, but only just, the compiler is asked about the layout that takes the least.
     """
     done: set[tuple] = set()
     refused: dict[tuple, int] = {}
     compiled = 0
-    for scored in found.fitting:
+    for scored in within_host(found) or (_near_the_edge(found) if confirm else []):
         key = (scored.candidate.shape, scored.candidate.zero)
         if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
             continue
@@ -206,6 +214,13 @@ def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[
         compiled += 1
         done.add(key)
         yield scored, verdict
+
+
+def _near_the_edge(found: Search) -> list[Scored]:
+    """The layout that takes the least, where the closed form's error may be what keeps it out."""
+    least = found.smallest()
+    fits = least.memory.total <= EDGE * found.limit and least.memory.host <= host_limit(found.target)
+    return [least] if fits else []
 
 
 def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:

@@ -14,10 +14,12 @@ import jax
 from jaxshard.config import Config
 from jaxshard.config_file import load_config
 from jaxshard.console import Console
+from jaxshard.errors import InputError
 from jaxshard.insight.hardware import Target, parse_target
 from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.planner import command_line
-from jaxshard.insight.ranking import MARGIN, Scored, Search, nothing_fits, search
+from jaxshard.insight.ranking import MARGIN, Scored, Search, search
+from jaxshard.insight.refusal import fitting, searched
 from jaxshard.insight.search import SEARCHED, Candidate, Pins, apply
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
@@ -74,10 +76,8 @@ def layout(
     limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
     free = Pins({}, pins)
-    found = search(config, arch, target, free, limit)
-    if not found.fitting:
-        raise nothing_fits(found, free, limit)
-    plan = found.fitting[0]
+    found = searched(config, arch, target, free, limit)
+    plan = fitting(found, free, limit)[0]
     console.line(f"mesh auto: {words(plan.candidate)}: {_why(found, plan, pins)}")
     return apply(config, plan.candidate)
 
@@ -154,9 +154,11 @@ def remedy(program: Program, *, given: Given) -> str:
     memory, devices = _estimate(program), list(program.layout.mesh.devices.flat)
     consumers = f"The largest consumers of {size_text(memory.total)} predicted on one device: {_largest(memory)}"
     found, limit = _smaller(program, memory, devices)
-    if not found.fitting:
-        return f"{consumers}. No layout helps: {nothing_fits(found, Pins({}, {}), limit)}"
-    plan = nearest_plan(found, _candidate(program.config, program.layout.shape))
+    try:
+        plans = fitting(found, Pins({}, {}), limit)
+    except InputError as error:
+        return f"{consumers}. No layout helps: {error}"
+    plan = nearest_plan(plans, _candidate(program.config, program.layout.shape))
     command = command_line(program.config, plan.candidate, given)
     goes_on = command.replace("run.py", "run.py train --resume auto", 1)  # the folder holds the run already
     return (
@@ -165,13 +167,13 @@ def remedy(program: Program, *, given: Given) -> str:
     )
 
 
-def nearest_plan(found: Search, own: Candidate) -> Scored:
-    """The fitting plan that changes the fewest choices of a layout, the fastest of those."""
+def nearest_plan(plans: Sequence[Scored], own: Candidate) -> Scored:
+    """The plan that changes the fewest choices of a layout, the first of those."""
     changed = lambda plan: (
         sum(getattr(plan.candidate.shape, axis) != getattr(own.shape, axis) for axis in vars(own.shape))
         + sum(getattr(plan.candidate, field) != getattr(own, field) for field in SEARCHED.values())
     )
-    return min(found.fitting, key=changed)
+    return min(plans, key=changed)
 
 
 def _smaller(program: Program, memory: Memory, devices: Sequence[Device]) -> tuple[Search, float]:

@@ -1,0 +1,72 @@
+"""Plans that cannot be had: which pin stands in the way, and which hardware would do."""
+
+from collections.abc import Callable
+
+from jaxshard.config import Config
+from jaxshard.errors import InputError
+from jaxshard.insight.hardware import Target
+from jaxshard.insight.host_memory import host_too_small, within_host
+from jaxshard.insight.ranking import Scored, Search, nothing_fits, search
+from jaxshard.insight.search import Pins
+from jaxshard.models.presets import Architecture
+
+
+def searched(config: Config, arch: Architecture, target: Target, pins: Pins, limit: float | None) -> Search:
+    """As `ranking.search`; where no layout is legal the error says which pin stands in the way.
+
+    Args:
+        limit: bytes.
+    """
+    try:
+        return search(config, arch, target, pins, limit)
+    except InputError as error:
+        culprits = _culprits(pins, lambda fewer: bool(search(config, arch, target, fewer, limit).order))
+        hint = f" ({' or '.join(culprits)} stands in the way: without it there are layouts)" if culprits else ""
+        raise InputError(f"{error}{hint}") from None
+
+
+def fitting(found: Search, pins: Pins, limit: float | None) -> list[Scored]:
+    """The layouts that fit devices and hosts, in order; at least one.
+
+    Raises:
+        InputError: none does.
+    """
+    kept = within_host(found)
+    if not kept:
+        raise refused(found, pins, limit)
+    return kept
+
+
+def refused(found: Search, pins: Pins, limit: float | None, tried: str = "") -> InputError:
+    """Nothing fits: what is missing, the smallest hardware that would do, and the pin without which a plan fits here.
+
+    Args:
+        found: a search that found nothing.
+        pins: of the search.
+        limit: bytes that the user allows; None: what a device has.
+        tried: what the compiler said about the layout that takes the least.
+    """
+    error = host_too_small(found, pins, limit) if found.fitting else nothing_fits(found, pins, limit)
+    culprits = _culprits(pins, lambda fewer: bool(within_host(search(*_asked(found), fewer, limit))))
+    parts = [str(error), "it fits here without " + " or without ".join(culprits) if culprits else "", tried]
+    return InputError("; ".join(part for part in parts if part))
+
+
+def _asked(found: Search) -> tuple[Config, Architecture, Target]:
+    return found.config, found.arch, found.target
+
+
+def _culprits(pins: Pins, works: Callable[[Pins], bool]) -> list[str]:
+    """The pins each of which, alone dropped, leaves something that works."""
+    found = []
+    each = [(Pins(pins.mesh, {}), Pins({}, pins.fields))] if pins.mesh else []
+    for name, value in pins.fields.items():
+        rest = {other: kept for other, kept in pins.fields.items() if other != name}
+        each.append((Pins({}, {name: value}), Pins(pins.mesh, rest)))
+    for one, rest in each:
+        try:
+            if works(rest):
+                found.append(str(one))
+        except InputError:
+            continue
+    return found
