@@ -3,9 +3,10 @@
     python benchmarks/planner_accuracy.py --measured A.csv B.csv   predicts every row and prints the errors
     ... --output TABLE.md      writes the table (no rows)
     ... --residuals            mean ratio by width, model axis and microbatch
-    ... --as-stated            takes the conditions stated for the rows also where the figures contradict them
+    ... --target h100:64       another machine than the rows' (default: A100s, 800 Gbit/s between nodes of eight)
+    ... --remat none           another condition than the one stated for the rows (default: full recomputation)
     ... --fit                  fits the constants of jaxshard/insight/efficiency.py again and prints them
-    ... --cross-validate       fits on one half of the groups and tests on the other, several ways
+    ... --cross-validate       predicts rows that the constants were not fitted on: each group by the others, and so on
     python benchmarks/planner_accuracy.py --published              compares with published runs
 
 Rows: gpus, global_batch, microbatch_sequences, d_model, n_heads, n_layers, seq_len, tp, dp, pp, measured_ms (columns of
@@ -15,6 +16,7 @@ global batch; regret is how much slower than its group's best row the row is tha
 
 import argparse
 import csv
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -25,23 +27,25 @@ import numpy as np
 from published_runs import published
 
 from jaxshard.config import ModelConfig
+from jaxshard.errors import InputError
 from jaxshard.insight.cost import Parallelism, step_time
 from jaxshard.insight.efficiency import MEGATRON_DEEPSPEED, Constants
 from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.kernels import machine
+from jaxshard.insight.kernels import Machine, machine
 from jaxshard.models.presets import Architecture, architecture
 
 VOCABULARY = 50257
 NODE = 8
-"""GPUs of a node; 800 Gbit/s between nodes are 12.5 GB/s for each of them."""
+"""GPUs of a node."""
 MACHINE = machine(parse_target("a100:512").with_network(12.5e9))
+"""800 Gbit/s between nodes are 12.5 GB/s for each of their GPUs."""
 KEY = ("d_model", "n_heads", "n_layers", "seq_len", "gpus", "global_batch")
+COLUMNS = (*KEY, "microbatch_sequences", "tp", "dp", "pp", "measured_ms")
 
 BOUNDS = {
     "misaligned": (0.05, 0.98),
     "memory": (0.5, 0.88),
     "dispatch": (10e-6, 150e-6),
-    "kernel_gap": (1e-6, 40e-6),
     "rendezvous": (10e-6, 400e-6),
     "host_skew": (1e-6, 100e-6),
 }
@@ -70,41 +74,57 @@ class Rows:
 
 
 def read(path: str) -> Rows:
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = (*KEY, "microbatch_sequences", "tp", "dp", "pp", "measured_ms")
-    return Rows({name: np.array([float(row[name]) for row in rows]) for name in names})
+    """Raises InputError for a file that is missing, has other columns, or holds something that is no number."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
+    if missing:
+        raise InputError(f"{path}: no column {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
+    try:
+        return Rows({name: np.array([float(row[name]) for row in rows]) for name in COLUMNS})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: a value is no number: {error}") from error
 
 
-def setup(rows: Rows, as_stated: bool = False) -> tuple[Architecture, Parallelism, np.ndarray]:
-    """The rows' model and layout under the conditions of docs/time-model.md, "The measured rows".
+def setup(rows: Rows, remat: str = "full") -> tuple[Architecture, Parallelism, np.ndarray]:
+    """The rows' model and layout under the conditions that their authors state.
 
-    Several nodes, or `as_stated`: full recomputation, vocabulary padded to a multiple of 128 per model shard, tied
-    embedding. One node: the figures fit neither recomputation nor padding (see there), and embedding and head are two
-    tables.
+    GPT-2 with a tied table of 50257 rows, fp16, full recomputation, 1F1B, no ZeRO, the gradients' all-reduce after the
+    last backward pass. The vocabulary is not padded: a model shard takes the whole part of its share.
     """
     c = rows.columns
-    single = (c["gpus"] <= NODE) & (not as_stated)
-    padded = np.ceil(VOCABULARY / (128 * c["tp"])) * 128 * c["tp"]
-    vocabulary = np.where(single, np.floor(VOCABULARY / c["tp"]) * c["tp"], padded)
     D, H = c["d_model"], c["n_heads"]
-    arch = Architecture("gpt2", vocabulary, D, c["n_layers"], H, H, 4 * D, c["seq_len"], ~single, D / H)  # pyright: ignore
+    vocabulary = np.floor(VOCABULARY / c["tp"]) * c["tp"]
+    arch = Architecture("gpt2", vocabulary, D, c["n_layers"], H, H, 4 * D, c["seq_len"], True, D / H)  # pyright: ignore
     layout = Parallelism(
         stage=c["pp"],
         data=c["dp"],
         model=c["tp"],
         sequences=c["microbatch_sequences"],
         microbatches=np.maximum(1, c["global_batch"] / c["dp"] / c["microbatch_sequences"]),
-        remat=np.where(single, "none", "full"),
+        remat=remat,
         precision="fp16",
     )
     return arch, layout, c["seq_len"]
 
 
-def predict(rows: Rows, constants: Constants | None = None, as_stated: bool = False) -> np.ndarray:
-    """Milliseconds of every row."""
-    arch, layout, seq_len = setup(rows, as_stated)
-    return 1e3 * step_time(arch, layout, MACHINE, seq_len, MEGATRON_DEEPSPEED, constants).total
+@dataclass(frozen=True)
+class Conditions:
+    """What holds for all rows."""
+
+    remat: str = "full"
+    machine: Machine = MACHINE
+
+    def predict(self, rows: Rows, constants: Constants | None = None) -> np.ndarray:
+        """Milliseconds of every row."""
+        arch, layout, seq_len = setup(rows, self.remat)
+        return 1e3 * step_time(arch, layout, self.machine, seq_len, MEGATRON_DEEPSPEED, constants).total
+
+
+STATED = Conditions()
 
 
 def regrets(rows: Rows, predicted: np.ndarray) -> np.ndarray:
@@ -155,9 +175,11 @@ def split_by_nodes(rows: Rows) -> dict[str, Rows]:
     return {name: part for name, part in parts.items() if len(part.ms)}
 
 
-def accuracy(rows: Rows, constants: Constants | None = None, as_stated: bool = False) -> dict[str, dict[str, float]]:
+def accuracy(
+    rows: Rows, constants: Constants | None = None, conditions: Conditions = STATED
+) -> dict[str, dict[str, float]]:
     parts = split_by_nodes(rows) | {"all": rows}
-    return {name: summary(part, predict(part, constants, as_stated)) for name, part in parts.items()}
+    return {name: summary(part, conditions.predict(part, constants)) for name, part in parts.items()}
 
 
 def residuals(rows: Rows, predicted: np.ndarray) -> str:
@@ -199,40 +221,51 @@ def _kinds(rows: Rows) -> list[np.ndarray]:
     return [kind for kind in (single, ~single) if kind.any()]
 
 
-def fit(rows: Rows, generations: int = 250, as_stated: bool = False) -> Constants:
+def fit(rows: Rows, generations: int = 250, conditions: Conditions = STATED) -> Constants:
     """The constants within BOUNDS that minimise `loss`: differential evolution over all of BOUNDS, fixed seed."""
     from scipy.optimize import differential_evolution
 
     def constants(x: np.ndarray) -> Constants:
         return Constants(**dict(zip(BOUNDS, np.exp(x).tolist(), strict=True)))
 
-    objective = lambda x: loss(rows, predict(rows, constants(x), as_stated))
+    objective = lambda x: loss(rows, conditions.predict(rows, constants(x)))
     bounds = [tuple(np.log(bound)) for bound in BOUNDS.values()]
-    found = differential_evolution(objective, bounds, rng=0, popsize=8, maxiter=generations, tol=1e-6, polish=False)
+    found = differential_evolution(objective, bounds, rng=0, popsize=15, maxiter=generations, tol=1e-6, polish=False)
     return constants(found.x)
 
 
-def cross_validate(rows: Rows) -> dict[str, dict[str, float]]:
-    """Errors on rows that the constants were not fitted on."""
+def cross_validate(rows: Rows, conditions: Conditions = STATED) -> dict[str, dict[str, float]]:
+    """Errors on rows that the constants were not fitted on.
+
+    Each group is predicted with constants fitted on all others; then whole widths, halves of the groups, and all rows
+    of several nodes are held out.
+    """
+    found = {}
+    alone = np.zeros(len(rows.ms))
+    for group in rows.groups():
+        held = np.isin(np.arange(len(alone)), group)
+        alone[held] = conditions.predict(rows.where(held), fit(rows.where(~held), 25, conditions))
+    for name, kind in split_by_nodes(rows).items():
+        here = rows.columns["gpus"] <= NODE if name == "one node" else rows.columns["gpus"] > NODE
+        found[f"each group by all others ({name})"] = summary(kind, alone[here])
+    for name, held in _splits(rows).items():
+        if held.any() and not held.all():
+            constants = fit(rows.where(~held), 60, conditions)
+            by_kind = accuracy(rows.where(held), constants, conditions)
+            found |= {f"{name} ({kind})": row for kind, row in by_kind.items() if kind != "all"}
+    return found
+
+
+def _splits(rows: Rows) -> dict[str, np.ndarray]:
+    """Name -> rows that are held out."""
     c = rows.columns
     single = c["gpus"] <= NODE
-    widths = sorted({*c["d_model"][single]})
     number = np.zeros(len(rows.ms), int)
     for position, group in enumerate(rows.groups()):
         number[group] = position
-    splits = {f"one node, d_model {w:.0f}": single & (c["d_model"] == w) for w in widths}
-    splits |= {f"{w:.0f} of several nodes": ~single & (c["d_model"] == w) for w in sorted({*c["d_model"][~single]})}
-    splits |= {f"groups {half} of each two": number % 2 == half for half in (0, 1)} | {"several nodes": ~single}
-    found = {}
-    for name, held in splits.items():
-        if held.any() and not held.all():
-            constants = fit(rows.where(~held), generations=60)
-            found |= {
-                f"held out: {name}" + (f" ({kind})" if kind != "all" else ""): row
-                for kind, row in accuracy(rows.where(held), constants).items()
-                if kind != "all"
-            }
-    return found
+    found = {f"d_model {w:.0f}": single & (c["d_model"] == w) for w in sorted({*c["d_model"][single]})}
+    found |= {f"d_model {w:.0f}": ~single & (c["d_model"] == w) for w in sorted({*c["d_model"][~single]})}
+    return found | {f"every other group, {half}": number % 2 == half for half in (0, 1)} | {"clusters": ~single}
 
 
 def speed(count: int = 10_000) -> float:
@@ -255,34 +288,48 @@ def speed(count: int = 10_000) -> float:
     return 1e6 * (time.perf_counter() - start) / count
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", nargs="+", default=[])
-    parser.add_argument("--output")
-    for flag in ("--residuals", "--as-stated", "--fit", "--cross-validate", "--published"):
-        parser.add_argument(flag, action="store_true")
-    args = parser.parse_args()
-    if not args.measured and not args.published:
-        parser.error("give --measured FILE.csv [FILE.csv ...], or --published")
+def report(args: argparse.Namespace) -> str:
+    """Markdown: the tables that were asked for."""
+    target = parse_target(args.target).with_network(12.5e9) if args.target == "a100:512" else parse_target(args.target)
+    conditions = Conditions(args.remat, machine(target))
     parts, constants = [], None
     if args.measured:
         rows = joined(read(path) for path in args.measured)
         if args.fit:
-            constants = fit(rows, as_stated=args.as_stated)
+            constants = fit(rows, conditions=conditions)
             print(*(f"{name} = {getattr(constants, name):.4g}" for name in BOUNDS), sep="\n")
-        parts.append(table(accuracy(rows, constants, args.as_stated)))
+        parts.append(table(accuracy(rows, constants, conditions)))
         if args.cross_validate:
-            parts.append(table(cross_validate(rows)))
+            parts.append(table(cross_validate(rows, conditions)))
         if args.residuals:
-            print(residuals(rows, predict(rows, constants, args.as_stated)))
+            print(residuals(rows, conditions.predict(rows, constants)))
     if args.published:
         parts.append(published(constants))
     parts.append(f"{speed():.1f} us per layout, 10,000 at once.")
-    text = "\n\n".join(parts)
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", nargs="+", default=[])
+    parser.add_argument("--output")
+    parser.add_argument("--target", default="a100:512")
+    parser.add_argument("--remat", choices=("full", "none"), default="full")
+    for flag in ("--residuals", "--fit", "--cross-validate", "--published"):
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args()
+    if not args.measured and not args.published:
+        parser.error("give --measured FILE.csv [FILE.csv ...], or --published")
+    try:
+        text = report(args)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(text)
     if args.output:
         Path(args.output).write_text(text + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -42,12 +42,18 @@ class Published:
 
 
 _TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-_PART = {"bandwidth": 2.4e12, "flops": 835e12}
-"""96 GB HBM2e at 2.4 TB/s and 500 W; the source puts its peak between the SXM part's and the NVL part's 835 TFLOP/s."""
-_TITAN_ASSUMED = "selective remat: half of the matmuls run again; peak of the NVL part"
+_PART = {"bandwidth": 2.4e12, "flops": 989e12 * 500 / 700}
+"""96 GB HBM2e at 2.4 TB/s with a limit of 500 W, of the 700 W that a matmul of an SXM part takes."""
+_TITAN_ASSUMED = "half of the matmuls run again; matmul speed in proportion to the power limit (500 of 700 W)"
 _MAXTEXT = "AI-Hypercomputer/maxtext, README and benchmarks/maxtext_trillium_model_configs.py"
 _V5P = "AI-Hypercomputer/maxtext, configs/v5p/README.md and 32b.sh"
 _32B = Architecture("llama", 32000, 8192, 32, 64, 64, 28672, 2048, False, 128)
+_DGX = "NVIDIA DGX Cloud benchmarking recipes, MaxText Llama 2 70B and Llama 3 70B (jax:maxtext-2024-12-09), bf16"
+_FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+_MPT = {
+    "7B": Architecture("gpt2", 50368, 4096, 32, 32, 32, 16384, 2048, True, 128),
+    "70B": Architecture("gpt2", 50368, 8192, 80, 64, 64, 32768, 2048, True, 128),
+}
 
 
 def _titan(devices: int, rate: float) -> Published:
@@ -62,7 +68,24 @@ def _maxtext(name: str, model: str, batch: int, seq_len: int, rate: float, assum
     return Published(name, model, "v6e:16x16", layout, seq_len, rate, _MAXTEXT, assumed)
 
 
+def _dgx(model: str, devices: int, seq_len: int, seconds: float) -> Published:
+    layout = Parallelism(data=devices, zero=3, sequences=2, remat="full")
+    name = f"MaxText {model.capitalize()}, {devices} H100"
+    return Published(name, model, f"h100:{devices}", layout, seq_len, 2 * seq_len / seconds, _DGX, "full remat")
+
+
+def _mpt(size: str, target: str, sequences: int, accumulation: int, remat: str, rate: float) -> Published:
+    devices = parse_target(target).count
+    layout = Parallelism(data=devices, zero=3, sequences=sequences, accumulation=accumulation, remat=remat)
+    name = f"llm-foundry MPT-{size}, {target}"
+    return Published(name, _MPT[size], target, layout, 2048, rate, _FOUNDRY, "eager PyTorch of 2023, predicted as XLA")
+
+
 PUBLISHED = (
+    _dgx("llama2-70b", 64, 4096, 6.999),
+    _dgx("llama2-70b", 256, 4096, 7.153),
+    _dgx("llama3-70b", 128, 8192, 15.563),
+    _dgx("llama3-70b", 256, 8192, 15.444),
     _titan(8, 6667),
     _titan(128, 6514),
     _maxtext(
@@ -80,13 +103,20 @@ PUBLISHED = (
         "remat minimal as dots; 328 TFLOP/s count full attention",
     ),
 )
-"""Runs of the survey whose settings are known (Megatron-LM's 41 to 48 % on H100 is a range without them)."""
+"""Runs of compiled programs whose settings are known."""
+EAGER = (
+    _mpt("70B", "a100:64", 8, 4, "full", 410),
+    _mpt("7B", "a100:8", 6, 2, "none", 4641),
+    _mpt("70B", "h100:64", 8, 4, "full", 1039),
+    _mpt("7B", "h100:8", 6, 1, "none", 10643),
+)
+"""Runs of a program that is not compiled: they show what launching kernel by kernel costs."""
 
 
 def published(constants: Constants | None = None) -> str:
     """Markdown: predicted and published tokens per second and device."""
     lines = ["| run | published tokens/s | predicted | error % | MFU causal, full % | assumed |", "|---" * 6 + "|"]
-    for run in PUBLISHED:
+    for run in (*PUBLISHED, *EAGER):
         arch = run.model if isinstance(run.model, Architecture) else architecture(ModelConfig(preset=run.model))
         rate = run.layout.global_batch * run.seq_len / run.seconds(constants).total / run.layout.devices
         error = 100 * (rate / run.tokens_per_second - 1)

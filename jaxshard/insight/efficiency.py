@@ -12,19 +12,20 @@ from typing import Literal
 class Constants:
     """Shares of datasheet figures that real kernels reach, and the time that software adds."""
 
-    misaligned: float = 0.332
+    misaligned: float = 0.65
     """Share of the chip's best matmul (`MATRIX_UNITS`) that a matmul reaches when its rows do not start at multiples of
     16 bytes (a vocabulary that is not padded): tensor cores then load number by number. Fitted."""
-    memory: float = 0.593
+    memory: float = 0.61
     """Share of the memory bandwidth that element-wise kernels and the optimizer reach. Fitted."""
-    dispatch: float = 69.8e-6
+    dispatch: float = 58e-6
     """Seconds that the host needs to launch one kernel of an eager framework (Python and autograd). Fitted."""
-    kernel_gap: float = 8.2e-6
-    """Seconds added to every kernel of an eager framework: start, tail and the wait for the next. Fitted."""
-    rendezvous: float = 201e-6
+    kernel_gap: float = 1e-6
+    """Seconds added to every kernel of an eager framework whose host is ahead of the device: the low end of what NVIDIA
+    states for kernels that wait in a queue (1 to 3 us)."""
+    rendezvous: float = 82e-6
     """Seconds that a collective of an eager framework takes besides moving bytes: its launch, two stream waits and the
     meeting of all members. Fitted."""
-    host_skew: float = 36.5e-6
+    host_skew: float = 10e-6
     """Seconds that each further member adds to a launch-bound collective, which waits for the slowest host. Fitted."""
     slow_links: float = 0.9
     """Share of the bandwidth between hosts that collectives reach (InfiniBand: 92 % in perftest, 85 to 92 % in
@@ -72,7 +73,7 @@ class Software:
     eager: bool
     """The host launches kernel by kernel; otherwise the compiled program runs without it."""
     kernel_gap: float | None = None
-    """Seconds added to every kernel; None takes the fitted constant."""
+    """Seconds added to every kernel; None takes the constant of eager frameworks."""
     rendezvous: float | None = None
     """Seconds a collective takes besides moving bytes; None takes the fitted constant."""
     overlap: float = 0.0
@@ -151,23 +152,25 @@ class MatrixUnits:
     tile: int
     """Side of such a tile."""
     best: float
-    """Share of the datasheet's 16-bit peak that the best matmul found reaches (clocks fall under load)."""
+    """Share of the datasheet's 16-bit peak that large matmuls reach (clocks fall under load)."""
     systolic: bool = False
     """TPU: an inner dimension shorter than the tile leaves a part of the unit idle."""
 
 
 MATRIX_UNITS: dict[str, MatrixUnits] = {
     "a100": MatrixUnits(108, 128, 0.869),
-    "h100": MatrixUnits(132, 128, 0.803),
-    "h200": MatrixUnits(132, 128, 0.803),
-    "b200": MatrixUnits(148, 128, 0.776),
+    "h100": MatrixUnits(132, 128, 0.76),
+    "h200": MatrixUnits(132, 128, 0.76),
+    "b200": MatrixUnits(148, 128, 0.73),
     "v4": MatrixUnits(8, 128, 0.95, True),
     "v5e": MatrixUnits(4, 128, 0.95, True),
     "v5p": MatrixUnits(8, 128, 0.95, True),
     "v6e": MatrixUnits(2, 256, 0.75, True),
 }
-"""GPUs: streaming multiprocessors (openxla/xla, target_config/specs), cuBLAS's usual 128 x 128 tile, and the best of
-many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": A100 271.2, H100
-and H200 794.5, B200 1,745 TFLOP/s). TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/
-scaling-book, part 2). No such table is known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e
-suggest (docs/time-model.md), and v4 and v5e are taken to be like v5p."""
+"""GPUs: streaming multiprocessors (openxla/xla, target_config/specs) and cuBLAS's usual 128 x 128 tile. A100: the best
+of many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": 271.2 TFLOP/s;
+H100 and H200 794.5, B200 1,745, that is 0.803 and 0.776, in bursts). Under the sustained load of a training step at the
+power limit H100 reaches less: 0.76 is what MaxText's published runs on H100 suggest, and B200 is taken to lose as much.
+TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/scaling-book, part 2). No table of matmuls is
+known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e suggest, and v4 and v5e are taken to be
+like v5p. docs/time-model.md has the runs."""
