@@ -1,0 +1,70 @@
+"""`jaxshard.explain` on a function that knows nothing of this project."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxshard
+from jaxshard.errors import InputError
+from jaxshard.insight.absent import devices_for
+from jaxshard.insight.confirm import compiler_missing
+from jaxshard.insight.hardware import parse_target
+
+B, D, F = 32, 64, 256
+
+
+def mesh_of(devices) -> Mesh:
+    return Mesh(np.asarray(devices).reshape(4, 2), ("rows", "columns"))
+
+
+def step(up, down, x):
+    """Two layers, split by columns and then by rows, of a batch that is split over rows of the mesh."""
+    loss = lambda up, down: (jax.nn.relu(x @ up) @ down).sum()
+    gradients = jax.grad(loss, argnums=(0, 1))(up, down)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, (up, down), gradients)
+
+
+def arguments(mesh: Mesh):
+    shaped = lambda shape, *axes: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
+    return shaped((D, F), None, "columns"), shaped((F, D), "columns"), shaped((B, D), "rows")
+
+
+def test_its_own_axes_and_bytes(capsys, tmp_path):
+    mesh = mesh_of(jax.devices())
+    found = jaxshard.explain(jax.jit(step), *arguments(mesh))
+    assert found.ok and found.check is None and "function of your own" in found.not_compared
+    # Both gradients, of which a device holds half, are summed over the rows.
+    assert found.to_dict()["bytes_by_axis"]["rows"] == 2 * (D * F // 2) * 4
+    assert {row.kind for row in found.rows} == {"all-reduce"}
+    assert any("test_insight_own_function.py" in row.source for row in found.rows)
+    found.show()
+    assert "not compared with expectations" in capsys.readouterr().out
+    found.report(tmp_path / "page.html")
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
+def test_arrays_and_a_plain_function():
+    mesh = mesh_of(jax.devices())
+    place = lambda leaf: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding)
+    abstract = jaxshard.explain(step, *arguments(mesh))
+    found = jaxshard.explain(step, *map(place, arguments(mesh)))
+    assert found.to_dict()["bytes_by_axis"] == abstract.to_dict()["bytes_by_axis"]
+    assert found.mesh == "rows=4,columns=2" and found.flops > 0
+
+
+def test_absent_gpus():
+    target = parse_target("h100:8")
+    missing = compiler_missing(target)
+    if missing:
+        pytest.skip(missing)
+    found = jaxshard.explain(jax.jit(step), *arguments(mesh_of(devices_for(target))), target="h100:8")
+    assert found.platform == "gpu" and found.to_dict()["bytes_by_axis"]["rows"] == 2 * (D * F // 2) * 4
+
+
+def test_without_a_mesh_it_says_what_to_give():
+    with pytest.raises(InputError, match="give mesh="):
+        jaxshard.explain(step, jnp.ones((D, F)), jnp.ones((F, D)), jnp.ones((B, D)))
