@@ -181,6 +181,12 @@ def test_a_calibration_of_another_chip_or_no_calibration_is_refused(tmp_path):
     write_calibration(calibrate([], parse_target("a100:8")), file)
     with pytest.raises(InputError, match="measured on a100, and the target h100:8 is h100"):
         calibrated(parse_target("h100:8"), file)
+    both = calibrate(
+        measured_by(Measured(1e-5, 1e-6, 1e11, 1e10), "a100:32", {"data": (4, 4)}), parse_target("a100:32")
+    )
+    write_calibration(both, file)
+    with pytest.raises(InputError, match="both say how fast the network between hosts is"):
+        calibrated(parse_target("a100:8"), file, "gbps=25")
     file.write_text("[]")
     with pytest.raises(InputError, match="not a calibration"):
         calibrated(parse_target("h100:8"), file)

@@ -135,16 +135,25 @@ def read_calibration(file: Path) -> Calibration:
         ) from None
 
 
-def calibrated(target: Target, file: Path) -> Target:
+def calibrated(target: Target, file: Path, network: str | None = None) -> Target:
     """The target with the network of a calibration file.
 
+    Args:
+        target: of the same chip.
+        file: the calibration.
+        network: what --network says of the network between hosts, if anything.
+
     Raises:
-        InputError: the file is not one, or was measured on another chip.
+        InputError: the file is not one, was measured on another chip, or has measured what `network` says.
     """
     found = read_calibration(file)
     if found.chip != target.chip.name:
         raise InputError(
             f"--calibration {file} was measured on {found.chip}, and the target {target.name} is {target.chip.name}: "
             "measure there, or leave it out"
+        )
+    if network is not None and found.measured.slow:
+        raise InputError(
+            f"--network {network} and --calibration {file} both say how fast the network between hosts is: drop one"
         )
     return replace(target, measured=found.measured)

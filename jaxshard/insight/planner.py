@@ -96,7 +96,7 @@ def run(
     if network is not None:
         hardware = hardware.with_network(_network(network))
     if calibration is not None:
-        hardware = calibrated(hardware, Path(calibration))
+        hardware = calibrated(hardware, Path(calibration), network)
     config, notes = _with_precision(config, hardware, given)
     arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
     found = find(config, arch, hardware, given, memory_limit, fewest)
