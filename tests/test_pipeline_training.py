@@ -105,6 +105,15 @@ def test_gradients_equal_one_device_with(name):
     assert faults(config(mesh, **options)) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "host"])
+def test_an_offloaded_update_equals_one_device(mode):
+    cfg = config("pp=2,dp=2,tp=2", zero=1, microbatches=4, virtual_stages=2, offload="optimizer", offload_mode=mode)
+    plain = replace(alone(cfg), train=replace(alone(cfg).train, offload="none", offload_mode=None))
+    found = one_step(program(cfg), batch(cfg), update=True)
+    assert compare(found, one_step(program(plain), batch(cfg), update=True)).faults() == []
+
+
 def test_evaluation_equals_one_device_and_every_parameter_is_there_once():
     plain = config("dp=1", accumulation=1)
     mesh = config("pp=2,dp=2,tp=2", schedule="interleaved", microbatches=3, accumulation=2, zero=1)
