@@ -11,6 +11,7 @@ from jaxshard.insight.state_bytes import state_bytes, zero_bytes
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.parallel.rules import bytes_per_device
+from jaxshard.training.invariance import compile_quickly
 from jaxshard.training.program import build_program, class_bytes
 
 GIB = 2**30
@@ -73,13 +74,21 @@ def test_state_of_every_optimizer(name):
     assert state.arguments == held_by_program(program)
 
 
-def test_compiled_arguments_are_the_closed_form():
-    settings = config("llama", "dp=2,tp=4", 1, {"precision": "bf16", "accumulation": 2})
+def check_compiled_arguments(settings):
     program = build_program(settings, jax.devices())
-    stats = program.step.lower(program.abstract, program.abstract_batch()).compile().memory_analysis()
+    compiled = compile_quickly(program.step.lower(program.abstract, program.abstract_batch()), program)
     state = state_bytes(settings, program.model.arch, program.layout.shape)
-    assert stats is not None
-    assert state.arguments == stats.argument_size_in_bytes
+    assert state.arguments == compiled.memory_analysis().argument_size_in_bytes
+
+
+def test_compiled_arguments_are_the_closed_form():
+    check_compiled_arguments(config("llama", "dp=2,tp=4", 1, {"precision": "bf16", "accumulation": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model,mesh,zero,train", LAYOUTS)
+def test_compiled_arguments_are_the_closed_form_in_every_layout(model, mesh, zero, train):
+    check_compiled_arguments(config(model, mesh, zero, train))
 
 
 def test_offloaded_state_is_counted_on_the_host():
