@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from ledger_layouts import FAST, SLOW  # pyright: ignore[reportMissingImports]
+from ledger_layouts import ALL  # pyright: ignore[reportMissingImports]
 
 from jaxshard.insight.explain import explain_config
 
@@ -18,7 +18,7 @@ from jaxshard.insight.explain import explain_config
 def main() -> None:
     bad = 0
     for target in sys.argv[1:]:
-        for name, case in (FAST | SLOW).items():
+        for name, case in ALL.items():
             check = explain_config(case, target).check
             assert check is not None, name
             missing, unexpected = (sum(item.bytes for item in items) for items in (check.missing, check.unexpected))

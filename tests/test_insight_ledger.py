@@ -46,6 +46,17 @@ def test_found_is_expected(name):
     agreeing(ALL[name], CPU)
 
 
+@pytest.mark.slow
+def test_what_is_not_predicted_is_said(capsys):
+    """Muon multiplies matrices that are split: listed, and not compared."""
+    found = agreeing(config("dp=4,tp=2", 1, optim="muon"), CPU)
+    own = sum(row.total for row in found.rows if row.family == "optimizer")
+    assert own > 0
+    found.show()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{own:,} bytes are not compared" in said and "nothing unexpected in all that is predicted" in said
+
+
 def unexpected(program) -> list[str]:
     """What the comparison holds against a program."""
     found = ledger(program, CPU)

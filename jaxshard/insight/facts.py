@@ -149,6 +149,15 @@ class Facts:
         vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total)}
         return self._names.get(count, "") if len(sizes) == 1 or count[0] in vectors else ""
 
+    def shard(self, dims: Sequence[int]) -> str:
+        """Path of a weight of which these dims are what ZeRO leaves on one device, of one layer or of the stack."""
+        sizes = sorted(dim for dim in dims if dim > 1)
+        for weight in self.weights:
+            for part in _parts(weight.local, self.mesh.data) if weight.spread else ():
+                if sizes in (sorted(n for n in part if n > 1), sorted(n for n in (*part, weight.layers) if n > 1)):
+                    return weight.path
+        return ""
+
     def padded(self, dims: Sequence[int]) -> str:
         """Path of a weight whose dims these are with up to 2 % of padding, or ""."""
         sizes = sorted(dim for dim in dims if dim > 1)

@@ -149,7 +149,9 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     gradient = subject.dtype == FLOATS[facts.gradient_bytes]
     if subject.kind == "all-gather" or (subject.from_parameter and not gradient):
         if facts.zero < 3 and where.phase == "outside" and not subject.from_parameter:
-            return Reason("update", FAMILIES["update"])
+            # Muon takes the layers one by one; new parameters come from whole stacks.
+            family = "optimizer" if "vmap(" in subject.op_name else "update"
+            return Reason(family, FAMILIES[family])
         in_scan = weight.startswith("blocks") and where.phase != "outside"
         layer = f"layer scan, {_words(where)}" if in_scan else _groups(weight)
         return Reason("gather", _with(FAMILIES["gather"], layer))

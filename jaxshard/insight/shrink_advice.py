@@ -44,21 +44,25 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
     where, weight = place(buffer.op_name), facts.named(dims)
     short = weight.split(" or ")[0]
     activation = facts.batch in dims and facts.length in dims
-    if where.scope == "loss" and (facts.vocab in dims or activation):
+    more = f"more --train.{'microbatches' if facts.schedule else 'accumulation'}"
+    if where.scope == "loss" and not weight and (facts.vocab in dims or activation):
         return "logits of one chunk of positions", "--train.loss_chunk smaller, or tp higher"
     if activation and dims[:1] == (facts.layers,) and len(dims) > 3:
         return "activations of all layers, kept for the backward pass", _activations(facts)
     if dims.count(facts.length) >= 2:
         return "attention weights of every pair of positions", "--model.attention cudnn on GPUs, or shorter sequences"
     if activation:
-        return f"one activation ({_where(buffer)})", "more --train.accumulation, or a smaller batch"
-    if weight and dtype == FLOATS[facts.gradient_bytes] and where.phase in ("backward", "outside"):
+        return f"one activation ({_where(buffer)})", f"{more}, or a smaller batch"
+    made = where.phase in ("backward", "outside") or where.scope == "loss"
+    if weight and dtype == FLOATS[facts.gradient_bytes] and made:
         advice = "--zero 2 splits gradients over dp" if facts.zero < 2 else "dp or tp higher"
         return f"gradient of {short}", advice
     if weight:
         advice = "tp higher splits it" if facts.zero == 3 else "--zero 3 splits parameters over dp"
         return f"{short}, ready for use", advice
-    return _where(buffer), "more --train.accumulation, or --train.remat full"
+    if shard := facts.shard(dims):
+        return f"{shard} or its gradient, this device's share", "dp or tp higher"
+    return _where(buffer), f"{more}, or --train.remat full"
 
 
 def _activations(facts: Facts) -> str:

@@ -92,15 +92,18 @@ def _show_check(found: "Explanation", console: Console) -> None:
     compared = found.check
     total = sum(row.total for row in compared.expected)
     console.line(f"expected in closed form: {size_text(total)} a step in {len(compared.expected)} kinds")
-    for text in (*compared.rewrites, *compared.unpredicted):
+    for text in compared.rewrites:
         console.line(f"known: {text}")
+    for text in compared.unpredicted:
+        console.line(f"not predicted: {text}", style="yellow")
     for item in compared.missing:
         console.line(f"missing: {_difference(item)}", style="yellow")
     for item in compared.unexpected:
         matters = item.bytes > compared.threshold
         console.line(f"unexpected: {_difference(item)}", style="red" if matters else "yellow")
     if not compared.missing and not compared.unexpected:
-        console.line("found = expected: nothing missing, nothing unexpected", style="green")
+        rest = " in all that is predicted" if compared.unpredicted else ""
+        console.line(f"found = expected: nothing missing, nothing unexpected{rest}", style="green")
     elif not compared.failures:
         console.line(f"no unexpected traffic above {size_text(compared.threshold)}", style="green")
 
