@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,18 +12,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard import cli
 from jaxshard.errors import InputError
 from jaxshard.insight import bandwidth
+from jaxshard.insight.absent import mesh_for
 from jaxshard.insight.bandwidth import COLLECTIVES, Measurement, cases, measure
 from jaxshard.insight.calibration import FITTED, calibrate, calibrated, fit, predicted, write_calibration
+from jaxshard.insight.confirm import compiler_missing
 from jaxshard.insight.efficiency import XLA, Constants
 from jaxshard.insight.hardware import Measured, parse_target
 from jaxshard.insight.links import fabric, with_measured
 from jaxshard.insight.measure import size_of, time_text
 from jaxshard.parallel.distributed import launch_arguments
-from jaxshard.parallel.mesh import MeshShape, build_mesh
+from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh
 
 ROOT = Path(__file__).parent.parent
 NAMES = [each.name for each in COLLECTIVES]
@@ -82,6 +86,33 @@ def test_a_permute_the_wrong_way_round_is_seen(monkeypatch):
     back = lambda real, x, axis, n: jax.lax.ppermute(x, axis, [(i, (i - 1) % n) for i in range(n)])
     replaced(monkeypatch, "permute", back)
     assert not next(measure(mesh(data=4), 1024)).correct
+
+
+OPCODES = {
+    "all_reduce": "all-reduce",
+    "reduce": "collective-permute",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "permute": "collective-permute",
+}
+
+
+@pytest.mark.parametrize(("target", "broadcast"), [("cpu:8", "collective-permute"), ("h100:8", "collective-broadcast")])
+def test_the_loop_holds_the_collective(target, broadcast):
+    """A compiler that moved it out of the loop would have it timed once for many calls."""
+    hardware = parse_target(target)
+    if missing := compiler_missing(hardware):
+        pytest.skip(missing)
+    there = mesh_for(hardware, MeshShape(data=4, model=2))
+    spread, whole = (NamedSharding(there, spec) for spec in (PartitionSpec(AXES), PartitionSpec()))
+    x = jax.ShapeDtypeStruct((8, 1024), np.float32, sharding=spread)
+    calls = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    for each in COLLECTIVES:
+        text = bandwidth.program(there, "data", each).lower(x, calls).compile().as_text()
+        (body,) = re.findall(r" while\(.*body=%?([\w.-]+)", text)
+        inside = text[text.index(f"%{body} (") :].partition("\n}")[0]
+        assert re.search(rf" {OPCODES.get(each.name, broadcast)}(-start)?\(", inside), each.name
 
 
 # The command.

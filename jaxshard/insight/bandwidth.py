@@ -70,9 +70,8 @@ def _tree(n: int, x: Array, axis: str, *, up: bool) -> Array:
 
 def _broadcast(x: Array, axis: str, n: int) -> Array:
     """XLA's own on GPUs; other backends have none."""
-    if jax.default_backend() == "gpu":
-        return jax.lax.pbroadcast(x, (axis,), 0)
-    return _tree(n, x, axis, up=False)
+    own = lambda x: jax.lax.pbroadcast(x, (axis,), 0)
+    return jax.lax.platform_dependent(x, cuda=own, rocm=own, default=lambda x: _tree(n, x, axis, up=False))
 
 
 def _part(period: np.ndarray, start: int, count: int) -> np.ndarray:
@@ -191,17 +190,8 @@ def largest_that_fits(devices: Sequence[Any]) -> int:
 
 def _measure(mesh: Mesh, axis: str, elements: int, collective: Collective) -> tuple[float, bool]:
     """(seconds of one call, whether its result is right everywhere)."""
-    n = mesh.shape[axis]
-    given = elements // n if collective.gathers else elements
-    spec = PartitionSpec(AXES)
-    function = jax.shard_map(
-        partial(_repeat, run=collective.run, axis=axis, n=n),
-        mesh=mesh,
-        in_specs=(spec, PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
-    )
-    jitted = jax.jit(function)
+    given = elements // mesh.shape[axis] if collective.gathers else elements
+    jitted, spec = program(mesh, axis, collective), PartitionSpec(AXES)
     make = lambda index: _part(_period(index[0].start or 0), 0, given)[None]
     x = jax.make_array_from_callback((mesh.devices.size, given), NamedSharding(mesh, spec), make)
     calls = max(1, min(MOST_CALLS, MOST_BYTES // (4 * elements)))
@@ -213,6 +203,15 @@ def _measure(mesh: Mesh, axis: str, elements: int, collective: Collective) -> tu
         seconds.append((time.perf_counter() - start) / calls)
     correct = all(_right(mesh, axis, shard, elements, collective) for shard in out.addressable_shards)
     return statistics.median(seconds), bool(_everywhere(correct).all())
+
+
+def program(mesh: Mesh, axis: str, collective: Collective) -> Any:
+    """The jitted function ([devices, elements], calls) -> [devices, elements of the output]."""
+    spec = PartitionSpec(AXES)
+    function = partial(_repeat, run=collective.run, axis=axis, n=mesh.shape[axis])
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+    )
 
 
 def _repeat(x: Array, calls: Array, *, run: Callable[[Array, str, int], Array], axis: str, n: int) -> Array:
