@@ -70,7 +70,7 @@ def _maxtext(name: str, model: str, batch: int, seq_len: int, rate: float, assum
 
 def _dgx(model: str, devices: int, seq_len: int, seconds: float) -> Published:
     layout = Parallelism(data=devices, zero=3, sequences=2, remat="full")
-    name = f"MaxText {model.capitalize()}, {devices} H100"
+    name = f"MaxText {model.replace('llama', 'Llama').replace('b', 'B')}, {devices} H100"
     return Published(name, model, f"h100:{devices}", layout, seq_len, 2 * seq_len / seconds, _DGX, "full remat")
 
 
