@@ -33,6 +33,13 @@ def test_tpu_asynchronous_fusion_is_one_collective():
     assert gather.overlap.flops == 2 * 8 * 2048 * 1024 * 4096
 
 
+def test_tpu_asynchronous_fusion_that_a_loop_carries_along_is_one_collective():
+    """It begins before the loop, products in the loop carry it along, and it ends after the loop."""
+    (found,) = read("tpu_carried.hlo").values()
+    assert (found.name, found.form, found.bytes, found.count) == ("start", "async fused", 64 * 8 * 2, 1)
+    assert found.is_async and found.overlap is not None and found.overlap.instructions == ("loop",)
+
+
 def test_tpu_all_reduce_scatter_is_a_reduce_scatter_of_its_input():
     scatter = read("tpu_fusions.hlo")["fusion.9"]
     assert (scatter.kind, scatter.axes, scatter.form, scatter.is_async) == ("reduce-scatter", ("data",), "fused", False)

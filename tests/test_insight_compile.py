@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxshard import cli
 from jaxshard.errors import InputError
 from jaxshard.insight import absent, compile
 from jaxshard.insight.absent import captured_stderr, devices_for, mesh_for
@@ -156,6 +157,21 @@ def test_missing_compiler_names_the_extra(name, extra, monkeypatch):
         devices_for(parse_target(name))
     assert f'pip install "{extra}"' in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--target h1000:8", ("unknown chip 'h1000'", "did you mean 'h100'")),
+        ("--target cpu:4 --mesh dp=8", ("needs 8 devices, and there are 4", "--mesh dp=4")),
+        ("--target cpu:8 --mesh dp=3,tp=2", ("3 x 2 = 6 devices", "--mesh dp=4,tp=2")),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_fix(line, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["explain", *line.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
 
 
 def test_mesh_must_use_the_target():
