@@ -1,24 +1,21 @@
 """The planner: the six situations that users are in, pins, bad input, and what is printed."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 from jaxshard import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import absent, host_memory, planner, ranking
-from jaxshard.insight.absent import devices_for
+from jaxshard.insight import host_memory, planner, ranking
 from jaxshard.insight.advice import reasons
-from jaxshard.insight.compile import DoesNotFit, compile_for
-from jaxshard.insight.confirm import compile_step
+from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.hardware import CHIPS, parse_target
-from jaxshard.insight.search import Pins, apply, candidates, pins_of
+from jaxshard.insight.search import Pins, apply, candidates
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
@@ -26,11 +23,6 @@ from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.program import check_fit
 
 GIB = 2**30
-needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
-needs_gpu = pytest.mark.skipif(
-    not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
-    reason="GPU compiler not installed (jaxshard[gpu])",
-)
 
 
 def settings(preset, batch, seq_len, **model):
@@ -69,6 +61,7 @@ def test_one_gpu_that_does_not_fit_offloads():
     plan, why = best(settings("llama2-7b", 8, 2048), "h100:1")
     assert plan.offload == "optimizer"
     assert "host memory (ZeRO-Offload)" in why
+    assert "of 209.55 GiB in host memory for each device" in why
     assert "more than a device's" in why
 
 
@@ -230,6 +223,7 @@ def test_best_prints_the_command_alone(capsys):
 def test_the_table_says_why_and_how_to_confirm(capsys):
     code, out, _ = plan(capsys, *LLAMA, "--target", "h100:8")
     assert code == 0
+    assert re.search(r"MFU \d\d % counting causal attention, \d\d % counting all of it", out)
     for words in ("Why the first", "Run it", "estimates", "--confirm 3", "collectives over", "does not fit"):
         assert words in out
 
@@ -372,63 +366,3 @@ def test_every_known_accelerator_has_host_memory():
     assert {name for name, chip in CHIPS.items() if chip.bf16_flops} == set(host_memory.HOST_BYTES)
     assert host_memory.host_limit(parse_target("cpu:8")) == float("inf")
     assert 2**28 < host_memory.host_limit(parse_target("local")) < 2**50
-
-
-# Near the edge, with the real compilers: a limit just below and just above the compiler's peak.
-
-
-def verdicts(config, target):
-    """{limit - peak: whether the plan is offered} with the memory limit one byte below, at, and 8 % above the peak."""
-    arch, hardware = architecture(config.model, 257, config.data.seq_len), parse_target(target)
-    pins = pins_of(config, ["mesh", "zero", "train.remat", "train.accumulation", "train.microbatches"])
-    once = compile_step(config, hardware, 257)
-    peak = once.result.memory.peak
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "compile_step", lambda *args: once)
-        for limit in (peak - 1, peak, round(1.08 * peak)):
-            try:
-                plans, _ = planner.offered(ranking.search(config, arch, hardware, pins, limit), Given({}), 1)
-                assert plans[0].compiled_peak == peak
-                found[limit - peak] = True
-            except InputError:
-                found[limit - peak] = False
-    return list(found.values())
-
-
-def edge(mesh, zero, **train):
-    model = ModelConfig(family="llama", vocab_size=512, d_model=256, n_layers=4, n_heads=8, n_kv_heads=8, d_ff=1024)
-    train = TrainConfig(global_batch=32, **train)
-    return Config(mesh=mesh, zero=zero, model=model, data=DataConfig(seq_len=256), train=train)
-
-
-def test_the_verdict_is_the_compilers_on_cpu():
-    assert verdicts(edge("dp=2", 0), "cpu:2") == [False, True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "config"),
-    [
-        pytest.param("h100:2", edge("dp=2", 0, precision="bf16"), marks=needs_gpu),
-        pytest.param("h100:2", edge("tp=2", 1, precision="bf16", remat="full"), marks=needs_gpu),
-        pytest.param("h100:4", edge("dp=2,tp=2", 3, precision="bf16", accumulation=2), marks=needs_gpu),
-        pytest.param("v5e:2x2", edge("dp=4", 2, precision="bf16"), marks=needs_tpu),
-    ],
-)
-def test_the_verdict_is_the_compilers_near_the_edge(target, config):
-    assert verdicts(config, target) == [False, True, True]
-
-
-@needs_tpu
-@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x1"])
-def test_a_tpu_program_fits_exactly_when_the_compiler_takes_it(chip):
-    target = parse_target(chip)
-    device = SingleDeviceSharding(devices_for(target)[0])
-    for spare, fits in ((16 * 2**20, True), (-16 * 2**20, False)):
-        count = (target.chip.usable_bytes - spare) // 8  # as argument and as result, 4 bytes each
-        result = compile_for(
-            target, jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((count,), "float32", sharding=device)
-        )
-        assert result.fits is fits
-        assert isinstance(result, DoesNotFit) is not fits

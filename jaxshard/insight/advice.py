@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from jaxshard.insight.arithmetic import flops_per_token
+from jaxshard.insight.host_memory import host_limit
 from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import Scored, Search
 from jaxshard.insight.search import REMATS, Candidate
@@ -52,6 +54,10 @@ def situation(search: Search, plan: Scored) -> Iterator[str]:
         )
     of = f" of {gib(limit)}" if limit < float("inf") else ""
     yield f"At the peak a device holds {gib(plan.memory.total)}{of}: {_largest(plan)}."
+    if plan.memory.host:
+        host = host_limit(target)
+        beside = f" of {gib(host)}" if host < float("inf") else ""
+        yield f"Beside it there are {gib(plan.memory.host)}{beside} in host memory for each device."
     if target.hosts > 1 and target.chip.platform == "gpu":
         net, link = target.chip.network.bandwidth / 1e9, target.chip.link.bandwidth / 1e9
         yield (
@@ -115,6 +121,11 @@ def time_of(search: Search, plan: Scored) -> Iterator[str]:
     parts = sorted(((plan.parts[name], name) for name in PARTS if plan.parts[name] > 0), reverse=True)
     share = lambda seconds: f"{100 * seconds / plan.seconds:.0f} %"
     yield "Of the step, " + ", ".join(f"{share(seconds)} {PARTS[name]}" for seconds, name in parts[:4]) + "."
+    used = search.mfu(plan)
+    if used is not None:
+        seq_len = search.config.data.seq_len
+        full = used * flops_per_token(search.arch, seq_len, causal=False) / flops_per_token(search.arch, seq_len)
+        yield f"MFU {100 * used:.0f} % counting causal attention, {100 * full:.0f} % counting all of it."
 
 
 def neighbours(search: Search, plan: Scored) -> Iterator[str]:

@@ -202,12 +202,14 @@ class _Walker:
         if seconds <= 0:
             return
         begins = max(clock.now, clock.lanes[lane])
-        clock.lanes[lane] = begins + seconds
-        clock.flying[instruction.name] = (lane, kind, seconds, begins + seconds)
+        ends = clock.lanes[lane] = begins + seconds
         if lane == "network":
-            clock.show(lane, kind, begins, begins + seconds)
-        if not is_async:
-            self.finish(instruction.name, clock)
+            clock.show(lane, kind, begins, ends)
+        if is_async:
+            clock.flying[instruction.name] = (lane, kind, seconds, ends)
+        else:
+            clock.parts[kind] += ends - clock.now
+            clock.now = ends
 
     def finish(self, handle: str, clock: _Clock) -> None:
         """Waits for what is under way; what ran behind computation has slowed it on a GPU."""
