@@ -79,6 +79,8 @@ def test_a_step_is_its_instructions_with_loops_and_what_is_exposed():
     step, loop = found.blocks
     assert step.seconds == pytest.approx(found.seconds) == pytest.approx(sum(found.parts.values()), rel=1e-3)
     assert (loop.name, loop.what, loop.runs) == ("loop", "loop", 8)
+    assert [span.kind for span in step.spans] == ["collectives over dp", "matmul", "loop"]
+    assert [span.kind for span in loop.spans] == ["memory", "matmul", "collectives over tp"]
     assert loop.seconds == pytest.approx(product + reduction + rates.gap, rel=1e-4)  # the counter has a kernel too
 
 

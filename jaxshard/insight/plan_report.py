@@ -132,7 +132,12 @@ def timeline_picture(found: Timeline) -> str:
     """One run of the step, and one run of each loop in it that matters: computation above, network below."""
     shown = [b for b in found.blocks if b.name == "step" or b.runs * b.seconds > 0.02 * found.seconds]
     loops = {block.name for block in found.blocks}
-    kinds = list(dict.fromkeys(s.kind for b in shown for s in b.spans if s.kind not in loops))
+    totals: dict[str, float] = {}
+    for block in shown:
+        for span in block.spans:
+            if span.kind not in loops:
+                totals[span.kind] = totals.get(span.kind, 0.0) + block.runs * (span.end - span.start)
+    kinds = sorted(totals, key=lambda kind: (kind not in NAMES, -totals[kind]))
     colours = {kind: COLOURS[index % len(COLOURS)] for index, kind in enumerate(kinds)}
     names = NAMES | {block.name: block.what for block in found.blocks}
     parts: list[str] = []

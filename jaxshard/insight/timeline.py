@@ -188,9 +188,8 @@ class _Walker:
             if instruction.opcode == "conditional":
                 results = [max(results, key=lambda result: result[0].now)]
         for result, times in results:
-            clock.show(
-                "computation", f"loop of {times}" if times > 1 else "call", clock.now, clock.now + result.now * times
-            )
+            kind = instruction.name if instruction.opcode == "while" else instruction.opcode
+            clock.show("computation", kind, clock.now, clock.now + result.now * times)
             clock.now += result.now * times
             for total, one in ((clock.parts, result.parts), (clock.hidden, result.hidden)):
                 for kind, seconds in one.items():
