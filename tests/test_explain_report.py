@@ -16,7 +16,7 @@ import jaxshard
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.insight import report
 from jaxshard.insight.explain import Explanation, explain_config
-from jaxshard.insight.pictures import COLOURS, MOST_HALVES, _ink, mesh_picture, pipeline_picture, write_png
+from jaxshard.insight.pictures import COLOURS, MOST_HALVES, _ink, bars, mesh_picture, pipeline_picture, write_png
 from jaxshard.parallel.schedule import make
 
 TINY = Config(
@@ -172,6 +172,13 @@ def test_a_long_pipeline_is_drawn_in_part_and_a_large_mesh_too():
     assert long.count("<rect") == 2 * MOST_HALVES + 3
     assert short.count("<title>bubble</title>") == 4 and short.count("<title>forward of microbatch 3</title>") == 2
     assert "drawn in part: 8 x 64 x 1 devices in all" in mesh_picture({"dp": 64, "tp": 8})
+
+
+def test_small_bars_are_written_in_smaller_units():
+    svg = bars([("a", [("x", 3 * 2**30)]), ("b", [("x", 12)]), ("c", [("x", 2**20)]), ("d", [])], "GiB", 2**30)
+    words = [item.text for item in ElementTree.fromstring(svg) if item.tag == "text"]
+    assert {"3.00 GiB", "12 B", "1.00 MiB", "0.00 GiB"} <= set(words)
+    assert "0.01 s" in bars([("a", [("x", 0.008)])], "s", 1.0)
 
 
 def test_a_function_of_ones_own_has_a_page_too(tmp_path):

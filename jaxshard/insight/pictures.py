@@ -11,9 +11,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from jaxshard.parallel.schedule import Schedule
 from jaxshard.parallel.schedule_draw import shade
@@ -23,6 +20,7 @@ MOST = 16
 """Boxes drawn along one direction; what is more is written as a number."""
 MOST_HALVES = 160
 """Halves of ticks drawn of a pipeline."""
+_BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 IDLE = "#88888844"
 """Bubbles: seen on white and on black."""
 
@@ -196,7 +194,7 @@ def pipeline_picture(schedule: Schedule, forward: float = 1.0, backward: float =
 
 
 def _shade(way: str, chunk: int, chunks: int) -> str:
-    return to_hex(shade(way, chunk, chunks))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in shade(way, chunk, chunks))
 
 
 def _half(schedule: Schedule, way: str, tick: int, stage: int, x: float, y: float, width: float) -> str:
@@ -209,6 +207,13 @@ def _half(schedule: Schedule, way: str, tick: int, stage: int, x: float, y: floa
     kind = {"fwd": "forward", "bwd": "backward"}[way]
     title = f"{kind} of microbatch {microbatch}" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
     return _box(x, y, width - 0.6, 22, fill, title) + _label(x + width / 2, y + 15, width, [str(microbatch)], fill)
+
+
+def _amount(value: float, unit: str, scale: float) -> str:
+    """Returns "12.30 MiB"; bytes that would be less than 0.01 of the unit in a smaller one."""
+    if value and value / scale < 0.01 and unit in _BYTES:
+        unit, scale = next(((name, size) for name, size in _BYTES.items() if value >= size), ("B", 1))
+    return f"{value / scale:,.2f} {unit}" if unit != "B" else f"{value:,.0f} B"
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, scale: float) -> str:
@@ -235,9 +240,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, sca
                     f'<rect x="{x:.1f}" y="{y + 3}" width="{max(size, 0.5):.1f}" height="20" fill="{colour}"/>'
                 )
             x += size
-        total = sum(value for _, value in parts) / scale
-        amount = f"{total:,.2f}" if total >= 0.01 or total == 0 else f"{total:.1g}"
-        found.append(_text(x + 6, y + 17, f"{amount} {unit}", 11, "start"))
+        found.append(_text(x + 6, y + 17, _amount(sum(value for _, value in parts), unit, scale), 11, "start"))
     for index, name in enumerate(names):
         x, y = 8 + (index % 3) * 170, len(rows) * step + 16 + 22 * (index // 3)
         found.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>')
@@ -247,6 +250,9 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, sca
 
 def write_png(svg: str, file: Path, dots: int = 300) -> None:
     """Writes one of these drawings as a PNG for print, black on white, with `dots` to an inch of 100 units."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
     root = ElementTree.fromstring(svg)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     figure = Figure(figsize=(width / 100, height / 100))
