@@ -25,7 +25,7 @@ from jaxshard.insight.efficiency import XLA, Constants
 from jaxshard.insight.hardware import Measured, parse_target
 from jaxshard.insight.links import fabric, with_measured
 from jaxshard.insight.measure import size_of, time_text
-from jaxshard.parallel.distributed import launch_arguments
+from jaxshard.parallel.distributed import join_processes, launch_arguments
 from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -237,6 +237,13 @@ def test_who_joins_whom():
     for wrong in ({"JAX_PROCESS_ID": "2"}, {"JAX_PROCESS_ID": "x"}, {"JAX_NUM_PROCESSES": ""}):
         with pytest.raises(InputError):
             launch_arguments(by_hand | wrong)
+
+
+def test_devices_that_cannot_be_shared_are_refused_before_anyone_waits(monkeypatch):
+    for name, value in (("COORDINATOR_ADDRESS", "nowhere:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    with pytest.raises(InputError, match=r"3 CPU devices cannot be shared equally by 2 processes.*--mesh dp=4"):
+        join_processes("dp=3", "cpu", None)
 
 
 @pytest.mark.slow

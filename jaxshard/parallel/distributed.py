@@ -32,15 +32,16 @@ def join_processes(mesh: str | None, kind: str, fake_devices: int | None) -> int
     arguments = launch_arguments(os.environ)
     if arguments is None:
         return 1
-    jax.distributed.initialize(**arguments)
     count = int(arguments.get("num_processes") or next(os.environ[name] for name in _LAUNCHERS if name in os.environ))
-    if kind == "cpu" or (kind == "auto" and not accelerator_present()):
-        wanted = fake_devices or math.prod(size for size in parse_mesh(mesh).values() if size != -1)
-        if wanted % count:
-            raise InputError(
-                f"{wanted} CPU devices cannot be shared equally by {count} processes: use a --mesh of "
-                f"{-(-wanted // count) * count}"
-            )
+    cpu = kind == "cpu" or (kind == "auto" and not accelerator_present())
+    wanted = fake_devices or math.prod(size for size in parse_mesh(mesh).values() if size != -1)
+    if cpu and wanted % count:
+        raise InputError(
+            f"{wanted} CPU device{'s' * (wanted > 1)} cannot be shared equally by {count} processes: take a multiple, "
+            f"such as --mesh dp={-(-wanted // count) * count}"
+        )
+    jax.distributed.initialize(**arguments)
+    if cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", wanted // count)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
