@@ -1,8 +1,7 @@
 """The largest temporaries of a compiled program, from the compiler's own buffer assignment.
 
 XLA writes it when asked to dump (option xla_dump_to), on CPU, GPU and TPU, for absent devices too:
-`*-buffer-assignment.txt` says where each value lies, `*-live-range.txt` from when to when it lives, and
-`*-memory-usage-report.txt` the bytes of each memory space.
+`*-buffer-assignment.txt` says where each value lies, and `*-live-range.txt` from when to when it lives.
 """
 
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from jaxshard.insight.hlo import Instruction, Module, Shape, parse_shape
 
 DUMP_OPTIONS = {"xla_dump_hlo_as_text": True}
-"""Compiler options beside xla_dump_to that make it write the three files."""
+"""Compiler options beside xla_dump_to that make it write both files."""
 
 _ALLOCATION = re.compile(r"^allocation (?P<number>\d+): size (?P<size>\d+)(?P<rest>.*)$")
 _VALUE = re.compile(
@@ -69,12 +68,10 @@ def read_dump(folder: Path, module: Module, count: int = 10) -> BufferReport | N
         return None
     stem = found[-1].name.removesuffix("-buffer-assignment.txt")
     values, heap, total = _read_assignment(found[-1].read_text())
-    report = folder / f"{stem}-memory-usage-report.txt"
-    device = _device_total(report.read_text()) if report.exists() else total
     live = folder / f"{stem}-live-range.txt"
     if live.exists():
         values = _alive_at_peak(values, _lives(live.read_text()))
-    return BufferReport(device, heap, tuple(_largest(values, module, count)))
+    return BufferReport(total, heap, tuple(_largest(values, module, count)))
 
 
 def _read_assignment(text: str) -> tuple[list[_Value], int, int]:
@@ -85,6 +82,8 @@ def _read_assignment(text: str) -> tuple[list[_Value], int, int]:
         if allocation:
             device = ", color" not in allocation["rest"]
             in_heap = device and "preallocated-temp" in allocation["rest"]
+            # Values inside of fusions and of what the host computes are no buffers; the total of XLA's own
+            # memory-usage-report.txt counts them.
             kept = device and "thread-local" not in allocation["rest"]
             heap += int(allocation["size"]) if in_heap else 0
             total += int(allocation["size"]) if kept else 0
@@ -95,11 +94,6 @@ def _read_assignment(text: str) -> tuple[list[_Value], int, int]:
             shape = parse_shape(value["shape"])
             values.append(_Value(key, int(value["size"]), int(value["offset"]), shape))
     return values, heap, total
-
-
-def _device_total(report: str) -> int:
-    match = re.search(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)", report)
-    return int(match[1]) if match else 0
 
 
 def _lives(text: str) -> dict[str, tuple[int, int]]:

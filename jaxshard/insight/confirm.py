@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 
-import jax
-
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.insight.absent import devices_for, mesh_for
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for
 from jaxshard.insight.hardware import Target
 from jaxshard.parallel.mesh import resolve_mesh
-from jaxshard.parallel.offload import HOST_KIND
 from jaxshard.training.program import Program, build_program
 
 
@@ -37,8 +34,8 @@ def compile_step(config: Config, target: Target, tokenizer_size: int | None = No
     devices = devices_for(target)
     shape = resolve_mesh(config.mesh, target.count)
     program = build_program(config, devices, tokenizer_size, mesh=mesh_for(target, shape))
-    on_host = jax.tree.map(lambda leaf: leaf.sharding.memory_kind == HOST_KIND, program.abstract)
-    host = ((on_host, False), (on_host, False)) if config.train.offload != "none" else None
+    # Not read from the shardings: those of absent GPUs have no memory kind, as these devices have no memories.
+    host = ((program.offloaded, False),) * 2
     result = compile_for(target, program.step, program.abstract, program.abstract_batch(), host=host, buffers=buffers)
     return Confirmed(program, result)
 

@@ -177,7 +177,7 @@ def _visit(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: C
     up = lambda tree, places: ordered(to_device(tree, places), places)
     source = up(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
     updated, moments = advance(tx, change, grads, source, up(old.moments, places.moments))
-    params = _stored(layout, updated, places.params)
+    params = ordered(_stored(layout, updated, places.params), places.params)
     moments = _down(ordered(moments, places.moments), places.low)
     return Parts(params, to_host(ordered(updated, places.optimizer)) if masters else None, moments)
 
