@@ -94,7 +94,14 @@ CASES = (
     Case("v5e:2x4", "gpt2-355m", "dp=8", 0, 64, 1024, {"remat": "dots"}),
     Case("v5p:4x4x4", "llama3-8b", "dp=64", 3, 64, 4096, {"remat": "full"}),
     Case("v5p:2x2x4", "llama3-8b", "dp=4,tp=4", 2, 16, 4096, {"remat": "dots"}),
-    Case("v5p:2x2x2", "llama2-7b", "pp=2,dp=4", 1, 64, 2048, {"remat": "full", "microbatches": 8}),
+    Case("v5e:2x2", "tinyllama-1.1b", "pp=2,dp=2", 1, 16, 1024, {"remat": "full", "microbatches": 8}),
+    Case("v5e:2x4", "gpt2-355m", "pp=4,dp=2", 0, 32, 1024, {"remat": "dots", "microbatches": 8}),
+    Case(
+        *("v5e:2x2", "llama3.2-1b", "pp=2,tp=2", 0, 16, 1024),
+        {"remat": "full", "microbatches": 8, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    Case("v5p:2x2x1", "llama3.2-1b", "pp=4", 0, 16, 2048, {"remat": "full", "microbatches": 16}),
+    Case("v5p:2x2x1", "llama3.2-1b", "pp=2,dp=2", 1, 32, 2048, {"remat": "dots", "microbatches": 8}),
 )
 
 

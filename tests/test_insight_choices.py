@@ -7,6 +7,7 @@ checks the choice and the figures behind it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -14,14 +15,15 @@ from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.insight import ranking
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.search import Candidate, Pins
+from jaxshard.insight.search import Candidate, Pins, candidates
 from jaxshard.models.presets import architecture
+from jaxshard.parallel.mesh import MeshShape
 
 SMALL = ModelConfig(preset="gpt2-124m")
 MIDDLE = ModelConfig(preset="tinyllama-1.1b")
 LARGE = ModelConfig(preset="llama3-8b")
 HUGE = ModelConfig(preset="llama3-70b")
-WIDE = ModelConfig(family="llama", vocab_size=32000, d_model=24576, n_layers=4, n_heads=192)
+WIDE = ModelConfig(family="llama", vocab_size=32000, d_model=24576, n_layers=8, n_heads=192)
 """A layer of 7.2e9 parameters: with masters and moments more than a device has."""
 
 
@@ -92,7 +94,7 @@ SITUATIONS = (
     ),
     Situation(
         "a layer larger than a device",
-        (WIDE, "h100:64", 16, 2048),
+        (WIDE, "h100:64", 64, 2048),
         lambda c: c.shape.model > 1 or c.zero == 3,
         "a stage holds at least one layer, so only what cuts the layer itself helps",
         ("more than a device has", "a pipeline cannot split a layer"),
@@ -144,10 +146,14 @@ def test_tensor_parallelism_in_a_node_that_does_not_need_it_costs_time():
     assert 1.1 * copies < split
 
 
-def test_no_layout_that_leaves_a_layer_whole_fits_where_a_layer_is_too_large():
+def test_what_cannot_fit_where_a_layer_with_its_state_is_too_large():
+    """Copies and ZeRO-1 keep a layer's weights and gradients whole. ZeRO-2 fits only with stages of few layers."""
     found = search(*SITUATIONS[4].arguments)
+    fits = lambda matches: seconds(found, matches) < float("inf")
     assert found.layer_state > found.limit
-    assert all(plan.candidate.shape.model > 1 or plan.candidate.zero == 3 for plan in found.fitting)
+    assert fits(lambda c: c.shape.model > 1) and fits(lambda c: plain(c) and c.zero == 3)
+    assert not fits(lambda c: plain(c) and c.zero <= 2)
+    assert not fits(lambda c: c.shape.model == 1 and c.zero == 0)
 
 
 def test_gathering_over_a_slow_network_is_what_makes_zero_3_lose():
@@ -167,3 +173,48 @@ def test_zero_1_with_a_pipeline_is_close_where_zero_3_within_a_node_is_chosen():
     recommended = search(*SITUATIONS[7].arguments, zero=1).fitting[0]
     assert recommended.candidate.shape.stage > 1
     assert chosen.seconds <= recommended.seconds < 1.25 * chosen.seconds
+
+
+# The search behind the choices, by brute force.
+
+BATCH, COUNT, HOSTS = 48, 16, 2
+LAYERS, HEADS, HIDDEN = 8, 6, 384
+TOY = ModelConfig(family="llama", vocab_size=320, d_model=96, n_layers=LAYERS, n_heads=HEADS, n_kv_heads=2, d_ff=HIDDEN)
+
+
+def every_mesh():
+    """(replica, stage, data, model) that make 16 GPUs in two hosts and divide heads, MLP, layers and batch."""
+    for replica, stage, data, model in product(range(1, COUNT + 1), repeat=4):
+        fits = HEADS % model == 0 and HIDDEN % model == 0 and LAYERS % stage == 0
+        if replica * stage * data * model == COUNT and fits and BATCH % (replica * data) == 0 and replica <= HOSTS:
+            yield MeshShape(replica, stage, data, model)
+
+
+def test_every_legal_mesh_is_searched_and_no_other():
+    assert {c.shape for c in searched()} == {*every_mesh()}
+
+
+def test_every_way_to_cut_the_batch_is_searched():
+    ways = set()
+    for shape in every_mesh():
+        own = BATCH // shape.batch_ways
+        counts = [n for n in range(1, own + 1) if own % n == 0]
+        if shape.stage == 1:
+            ways |= {(shape, n, None, None) for n in counts}
+        else:
+            chunks = [None, *(v for v in (2, 4) if LAYERS % (shape.stage * v) == 0)]
+            ways |= {(shape, 1, n, v) for n in counts if n >= min(shape.stage, own) for v in chunks}
+    assert {(c.shape, c.accumulation, c.microbatches, c.virtual_stages) for c in searched()} == ways
+
+
+def test_every_stage_of_zero_recomputation_and_sequence_parallelism_is_searched():
+    found = {(c.zero, c.remat, c.sequence_parallel) for c in searched() if c.shape == MeshShape(2, 1, 4, 2)}
+    assert found == {*product(range(4), ("none", "dots", "full"), (False, True))}
+    hosted = {(c.remat, c.offload) for c in searched(offload=True)}
+    assert hosted == {*product(("none", "dots", "full", "offload"), ("optimizer",)), ("offload", "none")}
+
+
+@cache
+def searched(offload: bool = False) -> list[Candidate]:
+    config = Config(model=TOY, data=DataConfig(seq_len=64), train=TrainConfig(precision="bf16", global_batch=BATCH))
+    return candidates(config, architecture(TOY, 257, 64), parse_target(f"h100:{COUNT}"), Pins({}, {}), offload)
