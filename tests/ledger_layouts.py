@@ -106,6 +106,9 @@ PIPELINES = {
     "1f1b, zero 3 with tp, full": pipeline("pp=2,dp=2,tp=2", 3, remat="full"),
     "1f1b, zero 3 gathered once": pipeline("pp=2,dp=4", 3, pipeline_gather="step"),
     "interleaved, zero 3": pipeline("pp=2,dp=4", 3, virtual_stages=2),
+    "interleaved, zero 3 with tp, single layers": pipeline(
+        "pp=2,dp=2,tp=2", 3, LLAMA | {"n_layers": 4}, virtual_stages=2, remat="full"
+    ),
     "gpt2 1f1b, zero 1": pipeline("pp=2,dp=2,tp=2", 1, model=GPT2 | {"n_layers": 8}),
 }
 

@@ -76,6 +76,9 @@ class Passes:
     embed: int
     loss: int
     embed_gradient: int
+    single: bool
+    """Chunks of one layer are no loops: what is gathered twice in a tick may be gathered once, and the output of a
+    chunk that runs again is left out where no loss reads it."""
 
     @property
     def forwards(self) -> int:
@@ -89,7 +92,7 @@ class Passes:
 def passes(facts: Facts) -> Passes:
     """From the model; in a pipeline from the schedule."""
     if facts.schedule is None:
-        return Passes(facts.layers, 0, facts.layers, 1, 1, 1)
+        return Passes(facts.layers, 0, facts.layers, 1, 1, 1, single=False)
     phases, each = facts.schedule.phases, facts.layers // facts.schedule.chunks
     ticks = lambda runs: sum(phase.stop - phase.start for phase in phases if runs(phase))
     backward = each * ticks(lambda phase: phase.backward)
@@ -100,6 +103,7 @@ def passes(facts: Facts) -> Passes:
         embed=ticks(lambda phase: phase.embed != "never"),
         loss=ticks(lambda phase: phase.loss != "never"),
         embed_gradient=ticks(lambda phase: phase.embed_gradient != "never"),
+        single=each == 1,
     )
 
 
@@ -177,7 +181,7 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     matrices, vectors = ([w for w in blocks if w.vector is vector] for vector in (False, True))
     each = lambda weights: p * sum(w.elements for w in weights)
     forward, backward = runs.forwards * parts, runs.backward * parts
-    yield Expected("gather", "all-gather", data, each(matrices), forward, "layers, forward")
+    yield Expected("gather", "all-gather", data, each(matrices), forward, "layers, forward", optional=runs.single)
     yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward")
     yield Expected("gather", "all-gather", data, each(vectors), forward, "norms and biases, forward", optional=True)
     # Norm scales and biases are needed again only where what they make is computed again.
@@ -216,7 +220,9 @@ def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     stream = facts.stream * facts.activation_bytes
     forward, backward = runs.forwards * parts, runs.backward * parts
     kind = "reduce-scatter" if sp else "all-reduce"
-    yield Expected("row", kind, axes, stream, 2 * forward, "attention and MLP, forward")
+    vain = (2 if facts.saved == "full" else 1) * (runs.backward - runs.loss) * parts if runs.single else 0
+    yield Expected("row", kind, axes, stream, 2 * forward - vain, "attention and MLP, forward")
+    yield Expected("row", kind, axes, stream, vain, "outputs of a chunk, in vain", optional=True)
     if not facts.keeps("attention_out", "residual"):
         yield Expected("row", kind, axes, stream, backward, "attention, recomputed")
     yield Expected("column", kind, axes, stream, 2 * backward, "attention and MLP, backward")

@@ -186,7 +186,8 @@ def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
         backward = where.phase == "backward"
         family = ("column" if backward else "row") if "->btd" in subject.op_name else "sequence"
         return Reason(family, _with(FAMILIES[family], STEPS))
-    if subject.axes == ("stage",) and summed and where.scope == "" and facts.width in subject.dims:
+    shared = where.scope in ("embedding", "loss")
+    if subject.axes == ("stage",) and summed and not shared and facts.width in subject.dims:
         return Reason("stage", FAMILIES["stage"])
     if where.scope == "loss" and where.phase != "backward":
         if subject.elements * facts.loss_chunks == facts.batch * facts.loss_positions and summed:
