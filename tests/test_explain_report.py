@@ -3,6 +3,7 @@
 import html.parser
 import math
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxshard
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.insight import report
+from jaxshard.insight.compile import SpmdWarning
 from jaxshard.insight.explain import Explanation, explain_config
 from jaxshard.insight.pictures import COLOURS, MOST_HALVES, _ink, bars, mesh_picture, pipeline_picture, write_png
 from jaxshard.parallel.schedule import make
@@ -147,6 +149,18 @@ def test_the_ledger_adds_up(found, page):
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     cells = re.findall(r">([\d.,]+) (B|KiB|MiB)</td></tr>", summary)
     assert sum(float(a.replace(",", "")) * units[unit] for a, unit in cells) == pytest.approx(total, rel=1e-3)
+
+
+def test_what_is_wrong_with_memory_is_said(found, capsys):
+    lost = SpmdWarning("dot.1", "", "{devices=[2,1]}", "{replicated}", "a warning")
+    bad = replace(found, usable=1024, warnings=(lost,))
+    bad.show()
+    out = capsys.readouterr().out
+    for text in (out, report.page(bad)):
+        assert "does not fit" in text and "1.00 KiB may be used" in text
+        assert "gives up on dot.1" in text
+    assert found.fits and not bad.fits and bad.to_dict()["fits"] is False
+    assert "does not fit" not in report.page(found)
 
 
 def test_every_picture_becomes_a_png(found, tmp_path):

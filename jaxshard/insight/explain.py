@@ -50,6 +50,8 @@ class Explanation:
     not_compared: str
     """Why there is no check, or ""."""
     memory: Memory
+    usable: int
+    """Bytes of a device that a program may take; 0 where that is not known."""
     flops: float
     """Matrix FLOPs of one device in one run."""
     replicated: tuple[Replicated, ...]
@@ -63,6 +65,11 @@ class Explanation:
         """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
         ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
         return len(self.replicated) == ruled and (self.check is None or not self.check.failures)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory; compilers for GPUs do not refuse what is not."""
+        return self.usable == 0 or self.memory.peak <= self.usable
 
     def to_dict(self) -> dict[str, Any]:
         """The result as `--json` prints it."""
@@ -84,6 +91,7 @@ class Explanation:
             "rewrites": list(compared.rewrites if compared else ()),
             "unpredicted": list(compared.unpredicted) if compared else [self.not_compared],
             "memory": asdict(self.memory),
+            "fits": self.fits,
             "temporaries": [asdict(buffer) for buffer in self.buffers],
             "flops": self.flops,
             "replicated": [asdict(leaf) for leaf in self.replicated],
@@ -227,6 +235,7 @@ def _explanation(
         check=check(found, facts, platform, threshold) if facts else None,
         not_compared=why,
         memory=compiled.memory,
+        usable=compiled.target.chip.usable_bytes,
         flops=computation_flops(Scope(compiled.module, compiled.module.entry)),
         replicated=(),
         warnings=compiled.spmd_warnings,

@@ -13,7 +13,7 @@ from jaxshard.insight.ledger import Row, bytes_by_axis
 from jaxshard.insight.pictures import Piece, bars, mesh_picture, pipeline_picture, slices_picture, write_png
 from jaxshard.insight.schedule_view import sentences
 from jaxshard.insight.state_bytes import state_bytes
-from jaxshard.insight.tables import axes_text
+from jaxshard.insight.tables import axes_text, given_up, too_large
 from jaxshard.parallel.mesh import SHORT
 from jaxshard.training.describe import size_text
 from jaxshard.training.program import Program
@@ -130,7 +130,8 @@ def _verdict(found: "Explanation") -> str:
     compared = found.check
     if compared is None:
         return f"<p>Not compared: {html.escape(found.not_compared)}.</p>"
-    items = [("known", text, "") for text in (*compared.rewrites, *compared.unpredicted)]
+    items = [("known", text, "") for text in compared.rewrites]
+    items += [("not predicted", text, "") for text in compared.unpredicted]
     for word, differences in (("missing", compared.missing), ("unexpected", compared.unexpected)):
         items += [
             (word, f"{size_text(d.bytes)} over {axes_text(d.axes)}: {d.reason} {d.source}", "bad") for d in differences
@@ -184,8 +185,11 @@ def _memory(found: "Explanation") -> str:
     cells = [(b.shape, size_text(b.bytes), b.what, b.advice, b.source) for b in found.buffers]
     heads = ("largest temporaries", "bytes", "what", "shrunk by", "source")
     whole = [(leaf.path, size_text(leaf.bytes), leaf.why) for leaf in found.replicated]
+    wrong = [] if found.fits else [too_large(found)]
+    wrong += [given_up(warning) for warning in found.warnings]
+    lines = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in wrong)
     replicated = _table(("whole against the rules", "bytes", "why"), whole, numbers=(1,)) if whole else ""
-    return (_table(heads, cells, numbers=(1,)) if cells else "") + replicated
+    return lines + (_table(heads, cells, numbers=(1,)) if cells else "") + replicated
 
 
 def _zero_bars(program: Program) -> str:

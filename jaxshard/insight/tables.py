@@ -10,6 +10,7 @@ from jaxshard.training.describe import size_text
 
 if TYPE_CHECKING:
     from jaxshard.insight.check import Difference
+    from jaxshard.insight.compile import SpmdWarning
     from jaxshard.insight.explain import Explanation
 
 
@@ -42,12 +43,24 @@ def show(found: "Explanation", console: Console) -> None:
     for leaf in found.replicated:
         console.line(f"stays whole against the rules: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
     for warning in found.warnings:
-        console.line(
-            f"the partitioner gives up on {warning.operation or warning.op_name}: it gathers the whole array on every "
-            f"device to go from sharding {warning.before} to {warning.after}; constrain the array before or after it",
-            style="yellow",
-        )
+        console.line(given_up(warning), style="yellow")
     _show_check(found, console)
+
+
+def given_up(warning: "SpmdWarning") -> str:
+    """What an "involuntary full rematerialization" means."""
+    return (
+        f"the partitioner gives up on {warning.operation or warning.op_name}: it gathers the whole array on every "
+        f"device to go from sharding {warning.before} to {warning.after}; constrain the array before or after it"
+    )
+
+
+def too_large(found: "Explanation") -> str:
+    """What to do about a program that a device has no room for."""
+    return (
+        f"does not fit: {size_text(found.memory.peak)} are needed on a device, and {size_text(found.usable)} may be "
+        "used; try --train.remat full, a higher --zero, more --train.accumulation, or the command plan"
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -77,6 +90,8 @@ def _show_memory(found: "Explanation", console: Console) -> None:
             )
         ],
     )
+    if not found.fits:
+        console.line(too_large(found), style="red")
     if found.buffers:
         console.table(
             "Largest temporaries when memory is fullest",
