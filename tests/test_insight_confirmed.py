@@ -43,12 +43,12 @@ def compiled(target, config):
 
 SMALL = {"family": "llama", "d_model": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "d_ff": 1024}
 CASES = [
-    pytest.param("h100:64", step("llama3-8b", 512, 8192, "dp=64", 3, remat="full", accumulation=8), 1.3,
+    pytest.param("h100:64", step("llama3-8b", 512, 8192, "dp=64", 3, remat="full", accumulation=8), 1.4,
                  marks=needs_gpu, id="zero-3"),
-    pytest.param("h100:64", step("llama3-8b", 512, 8192, "dp=8,tp=8", 1, remat="dots", accumulation=16), 1.3,
+    pytest.param("h100:64", step("llama3-8b", 512, 8192, "dp=8,tp=8", 1, remat="dots", accumulation=16), 1.4,
                  marks=needs_gpu, id="tensor parallel"),
     pytest.param("h100:8", step("gpt2-355m", 64, 1024, "dp=8", 1), 2.5, marks=needs_gpu, id="everything saved"),
-    pytest.param("v5e:2x2", step("gpt2-124m", 32, 1024, "dp=4", remat="dots"), 1.3, marks=needs_tpu, id="tpu"),
+    pytest.param("v5e:2x2", step("gpt2-124m", 32, 1024, "dp=4", remat="dots"), 1.4, marks=needs_tpu, id="tpu"),
 ]  # fmt: skip
 """Target, step, and the factor by which its two times differ at most."""
 

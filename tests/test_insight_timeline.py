@@ -116,6 +116,8 @@ ENTRY %main (stack: bf16[32,1024], index: s32[]) -> bf16[32,1024] {
   %stack = bf16[32,1024]{1,0} parameter(0)
   %index = s32[] parameter(1)
   %taken = bf16[1,1024]{1,0} fusion(%stack, %index), kind=kLoop, calls=%take
+  %begun = ((bf16[32,1024]{1,0}, s32[]), bf16[1,1024]{1,0}, u32[]) fusion-start(%stack, %index), kind=kLoop, calls=%take
+  %copied = bf16[1,1024]{1,0} fusion-done(%begun)
   %onchip = bf16[1,1024]{1,0:S(1)} negate(%taken)
   %host = bf16[1,1024]{1,0:S(5)} copy(%onchip)
   ROOT %stored = bf16[32,1024]{1,0} fusion(%stack, %taken, %index), kind=kLoop, calls=%put
@@ -127,6 +129,7 @@ ENTRY %main (stack: bf16[32,1024], index: s32[]) -> bf16[32,1024] {
     ("name", "device", "host"),
     [
         ("taken", 2 * 2048 + 4, 0),  # the slice read and written, and the index; not the stack
+        ("begun", 2 * 2048 + 4, 0),
         ("onchip", 2048, 0),
         ("host", 0, 2048),
         ("stored", 2 * 2048 + 4, 0),

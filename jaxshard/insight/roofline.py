@@ -23,6 +23,8 @@ FREE = {
 }
 """Instructions that move no bytes."""
 _FREE_CALLS = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone"}
+FUSIONS = ("fusion", "fusion-start")
+"""A fusion that is split into start and done is a copy beside the computation (GPU, jax 0.12)."""
 _SAME = {"bitcast", "reshape", "convert", "copy", "transpose"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -128,7 +130,7 @@ def _share(module: Module, computation: Computation, user: Instruction, position
         return min(1.0, _elements(user.shape) / max(1, _elements(operand)))
     if user.opcode in _UPDATES and position == 0:
         return 0.0
-    if user.opcode == "fusion" and user.called:
+    if user.opcode in FUSIONS and user.called:
         fused = module.computations[user.called[0]]
         inner = next((i for i in fused.instructions if i.opcode == "parameter" and i.index == position), None)
         return _read(module, fused, inner) if inner else 1.0
@@ -146,15 +148,18 @@ def _read(module: Module, computation: Computation, value: Instruction) -> float
 
 def _written(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[Array, float]]:
     """The arrays of a result, each with the bytes that are written."""
-    if instruction.opcode == "fusion" and instruction.called:
+    shape = instruction.shape
+    if instruction.opcode == "fusion-start" and isinstance(shape, tuple):
+        shape = shape[1]  # (operands, result, context)
+    if instruction.opcode in FUSIONS and instruction.called:
         fused = module.computations[instruction.called[0]]
         roots = [fused.root]
         if fused.root.opcode == "tuple":
             roots = [fused.by_name[name] for name in fused.root.operands]
-        arrays = list(leaves(instruction.shape))
+        arrays = list(leaves(shape))
         if len(arrays) == len(roots):
             return [(array, _new(module, fused, root, array)) for array, root in zip(arrays, roots, strict=True)]
-    return [(array, _new(module, computation, instruction, array)) for array in leaves(instruction.shape)]
+    return [(array, _new(module, computation, instruction, array)) for array in leaves(shape)]
 
 
 def _new(module: Module, computation: Computation, made: Instruction, array: Array) -> float:

@@ -2,7 +2,7 @@
 
 Instructions run in the order of the schedule. A collective that is split into start and done runs beside what stands in
 between; what is left of it at its done is exposed. Loops count by their trips, a pipeline by the loops over its ticks,
-of conditionals the longest branch. Prefetches into on-chip memory and copies to host memory have a lane of their own.
+of conditionals the longest branch. Asynchronous copies, on the device and to host memory, have lanes of their own.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ NAMES = {
     "attention": "fused attention",
     "memory": "memory-bound kernels",
     "host": "transfers to host memory",
-    "copy": "copies into on-chip memory",
+    "copy": "copies beside computation that it waits for",
 }
 SHOWN = 400
 """Spans that are kept of one schedule at most; neighbours of the same kind are one."""
@@ -164,6 +164,9 @@ class _Walker:
         elif opcode == "copy-start":
             lane, seconds = self.copying(instruction)
             self.start(lane, lane, seconds, instruction, clock, True)
+        elif opcode == "fusion-start":
+            cost = self.costs.instruction(scope.module, scope.computation, instruction)
+            self.start("copy", "copy", cost.seconds if cost else 0.0, instruction, clock, True)
         elif ended := _ended(scope, instruction, clock):
             self.finish(ended, clock)
         elif opcode.endswith("-update"):
