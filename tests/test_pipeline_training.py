@@ -284,3 +284,23 @@ def test_what_zero_costs_is_said_to_the_byte(target, zero, gather):
         assert total("all-gather") == 0
     assert len(lines) == zero - 1
     assert zero_notes(replace(prog, config=replace(cfg, zero=1))) == []
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_memory_grows_with_the_slots_of_the_schedule_only():
+    """1F1B's temporaries stay within 2 % from 8 to 64 microbatches; GPipe's grow by the inputs that it keeps."""
+    model = dict(family="llama", tie_embeddings=False, attention="xla", d_model=256, d_ff=512, max_seq_len=128)
+    found, slots = {}, {}
+    for name, count in (("1f1b", 8), ("1f1b", 64), ("gpipe", 8), ("gpipe", 64)):
+        train = dict(schedule=name, microbatches=count, global_batch=2 * count, zero=1, precision="bf16", remat="full")
+        cfg = replace(config("pp=4,dp=2", model, **train, loss_chunk=128), data=DataConfig(seq_len=128))
+        placed = absent.mesh_for(parse_target("h100:8"), MeshShape(stage=4, data=2))
+        prog = build_program(cfg, list(placed.devices.flat), mesh=placed)
+        compiled = prog.step.lower(prog.abstract, prog.abstract_batch()).compile()
+        found[name, count] = compiled.memory_analysis().temp_size_in_bytes
+        table = prog.recipe.pipeline.schedule
+        slots[name, count] = table.saved_slots + table.fwd_slots + table.bwd_slots
+    assert abs(found["1f1b", 64] / found["1f1b", 8] - 1) < 0.02
+    kept = (slots["gpipe", 64] - slots["gpipe", 8]) * 128 * 256 * 2
+    assert found["gpipe", 64] - found["gpipe", 8] == pytest.approx(kept, rel=0.02)
