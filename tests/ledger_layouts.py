@@ -113,6 +113,10 @@ PIPELINES = {
 }
 
 ALL = FAST | SLOW | PIPELINES
+"""What benchmarks/ledger.py compares."""
+_ALIKE = ("zero 2", "zero 1 with tp", "tp, named", "tp, dots", "tp sp, dots", "zero 3, dots", "zero 3, offload", "lion")
+TESTED = {name: case for name, case in ALL.items() if name not in _ALIKE}
+"""What the tests compare: the others are very like one of these."""
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of CPU and GPU compilers: machine code, which nobody runs here, is not optimised; collectives are."""

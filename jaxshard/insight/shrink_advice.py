@@ -47,9 +47,12 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
     more = f"more --train.{'microbatches' if facts.schedule else 'accumulation'}"
     if where.scope == "loss" and not weight and (facts.vocab in dims or activation):
         return "logits of one chunk of positions", "--train.loss_chunk smaller, or tp higher"
+    pairs = dims.count(facts.length) >= 2
     if activation and dims[:1] == (facts.layers,) and len(dims) > 3:
-        return "activations of all layers, kept for the backward pass", _activations(facts)
-    if dims.count(facts.length) >= 2:
+        what = "attention weights" if pairs else "activations"
+        other = ", or --model.attention cudnn on GPUs" if pairs else ""
+        return f"{what} of all layers, kept for the backward pass", _activations(facts) + other
+    if pairs:
         return "attention weights of every pair of positions", "--model.attention cudnn on GPUs, or shorter sequences"
     if activation:
         return f"one activation ({_where(buffer)})", f"{more}, or a smaller batch"
