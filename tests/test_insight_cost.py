@@ -19,6 +19,7 @@ from jaxshard.insight.hardware import CHIPS, parse_target
 from jaxshard.insight.kernels import MATRIX_UNITS, Rates, machine
 from jaxshard.insight.links import Fabric, all_reduce, fabric, group, reduce_scatter, ring_bytes
 from jaxshard.models.presets import architecture
+from jaxshard.parallel.schedule import make
 
 LLAMA = architecture(ModelConfig(preset="llama3-8b"))
 GPT2 = architecture(ModelConfig(preset="gpt2-355m"))
@@ -199,6 +200,21 @@ def test_zero_3_repeats_its_gathers_for_every_microbatch_and_zero_1_does_not():
     comm = lambda **k: float(step_time(LLAMA, Parallelism(data=8, **k), H100, 64, late, PERFECT).data_comm)
     assert comm(zero=3, accumulation=4) == pytest.approx(4 * comm(zero=3))
     assert comm(zero=1, accumulation=4) == pytest.approx(comm(zero=1))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("stages, microbatches", [(2, 8), (4, 16)])
+def test_a_pipeline_gathers_and_reduces_in_every_tick_of_its_table(stages, microbatches, chunks):
+    late, n = replace(SILENT, overlap=0.0), 4
+    table = make("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
+    layout = Parallelism(stage=stages, data=n, microbatches=microbatches, virtual_stages=chunks)
+    comm = lambda zero: float(step_time(LLAMA, replace(layout, zero=zero), H100, 64, late, PERFECT).data_comm)
+    held = parameters(LLAMA, layout, 64, XLA)
+    unit = held * (n - 1) / n / H100.net.fast
+    gathers = (table.forward_halves + 2 * table.backward_halves) / chunks
+    assert comm(3) == pytest.approx((2 * gathers + 4 * table.backward_halves / chunks) * unit)
+    assert comm(2) == pytest.approx((2 + 4 * table.backward_halves / chunks) * unit)
+    assert comm(1) == pytest.approx((2 + 4) * unit)
 
 
 def test_reductions_hide_behind_the_backward_pass_but_never_whole():

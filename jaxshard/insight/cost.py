@@ -219,7 +219,8 @@ def _data_comm(
 
     ZeRO 0 and 1: once per step an all-reduce, or a reduce-scatter and a gather of the updated parameters. ZeRO 2:
     reduce-scatter per microbatch. ZeRO 3: also two gathers per microbatch (Rajbhandari et al. 2020, section 7).
-    Over replicas the shards are all-reduced once.
+    A pipeline does this in every tick, also in those in which this stage has no microbatch, and gathers once more for
+    the stage that its backward half recomputes. Over replicas the shards are all-reduced once.
 
     Hidden is at most `overlap` of the passes beside which they run, and never one block's share; what is summed over
     microbatches first (ZeRO 0 and 1) runs when all passes are over, and nothing hides it. On a GPU the hidden part
@@ -234,7 +235,8 @@ def _data_comm(
     gather = reduce_scatter(data, values, net, c, software)
     across = all_reduce(replica, gradients / dp, net, c, software)
     once = np.where(zero == 0, all_reduce(data, gradients, net, c, software), scatter + gather)
-    total = np.select([zero == 3, zero == 2], [rounds * (scatter + 2 * gather), rounds * scatter + gather], once)
+    times, gathers = _passes(layout), np.where(np.asarray(S) > 1, 3, 2)
+    total = np.select([zero == 3, zero == 2], [times * (scatter + gathers * gather), times * scatter + gather], once)
     window = np.select(
         [zero == 3, zero == 2], [rounds * (forward.compute + backward.compute), rounds * backward.compute],
         np.where(rounds == 1, backward.compute, 0.0),
@@ -247,6 +249,12 @@ def _data_comm(
         ends = group(net, np.where(np.asarray(S) > 1, 2, 1), (S - 1) * dp * tp)
         exposed = exposed + np.where(arch.tie_embeddings, all_reduce(ends, table, net, c, software), 0.0)
     return exposed, hidden
+
+
+def _passes(layout: Parallelism) -> Number:
+    """Times in a step that a stage's weights are used: M + (S - 1) / chunks ticks of a stage in a pipeline."""
+    filling = np.where(np.asarray(layout.stage) > 1, (layout.stage - 1) / layout.virtual_stages, 0)
+    return layout.accumulation * (layout.microbatches + filling)
 
 
 def _update(held: Number, layout: Parallelism, rates: Rates) -> tuple[Number, Number]:
