@@ -297,6 +297,24 @@ def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
     assert [plan.as_json()["compiled_time"] for plan in plans[2:4]] == [None, None]
 
 
+def test_compiled_plans_stand_in_the_order_of_their_schedules(monkeypatch):
+    seconds = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(planner, "compile_step", lambda *args: type("Confirmed", (), {"result": _Peak(GIB)}))
+    monkeypatch.setattr(planner, "timeline", lambda result, mesh: Timeline({"matmuls": next(seconds)}, {}, ()))
+    found = search(settings("llama3-8b", 64, 8192), "h100:8")
+    plans, notes = planner.offered(found, Given({}), 3)
+    assert [plan.timeline and plan.timeline.seconds for plan in plans[:4]] == [1.0, 2.0, 3.0, None]
+    first = found.fitting[0].candidate
+    assert plans[2].scored.candidate == first
+    assert f"From shapes {first.shape} with ZeRO-{first.zero} comes first" in " ".join(notes)
+    assert re.search(r"% faster by the prediction from shapes\.", " ".join(plans[9].reasons))
+    # Hardly faster is not enough for a layout that is less simple.
+    near = [replace(plan, timeline=Timeline({"matmuls": 1 + 1e-6 * n}, {}, ())) for n, plan in enumerate(plans[:3])]
+    simple = planner.by_compiled_time(near)[0].scored.candidate
+    assert simple.complexity <= min(plan.scored.candidate.complexity for plan in near)
+
+
 def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
     asked = []
 

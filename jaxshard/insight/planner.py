@@ -1,5 +1,6 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
+import itertools
 import math
 import re
 import shlex
@@ -21,7 +22,7 @@ from jaxshard.insight.hardware import Target, parse_target
 from jaxshard.insight.host_memory import host_limit, smallest_fitting, within_host
 from jaxshard.insight.memory import gib
 from jaxshard.insight.plan_tables import model_name, show
-from jaxshard.insight.ranking import Scored, Search, limit_of
+from jaxshard.insight.ranking import PREFERENCE, Scored, Search, limit_of
 from jaxshard.insight.refusal import refused, searched
 from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
 from jaxshard.insight.timeline import Timeline, timeline
@@ -161,20 +162,20 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
         if not within_host(found):
             raise refused(found, pins_of(found.config, given.options), own, tried)
         raise InputError(f"the compiler for {found.target.name} refuses every layout that should fit: {tried}")
-    notes += _faster_as_compiled(plans)
-    return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in plans], notes
+    ordered, first = by_compiled_time(plans), plans[0].scored.candidate
+    if ordered[0] is not plans[0]:
+        notes.append(
+            f"From shapes {first.shape} with ZeRO-{first.zero} comes first; the plans that were compiled stand in the "
+            "order of their compiled schedules."
+        )
+    return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in ordered], notes
 
 
-def _faster_as_compiled(plans: list[Plan]) -> list[str]:
-    """Says where the compiled schedules put another plan first."""
-    timed = [(plan.timeline.seconds, number) for number, plan in enumerate(plans, 1) if plan.timeline]
-    if not timed or min(timed)[1] == 1:
-        return []
-    seconds, number = min(timed)
-    return [
-        f"By its compiled schedule plan {number} is the fastest of those compiled: {seconds:.3g} s against "
-        f"{timed[0][0]:.3g} s of plan {timed[0][1]}."
-    ]
+def by_compiled_time(plans: list[Plan]) -> list[Plan]:
+    """The plans at the head whose schedule is known in its order, a simpler one before one that is hardly faster."""
+    head = list(itertools.takewhile(lambda plan: plan.timeline, plans))
+    seconds = lambda plan: plan.timeline.seconds * (1 + PREFERENCE @ plan.scored.candidate.complexity)
+    return sorted(head, key=seconds) + plans[len(head) :]
 
 
 @dataclass(frozen=True)
