@@ -43,8 +43,8 @@ class Expected:
     """Of one call."""
     count: int
     text: str
-    hoistable: bool = False
-    """A compiler may move it out of its loop (a sum commutes, a parameter stays the same): then once a step."""
+    once: int | None = None
+    """Bytes of all calls, where a compiler moves it out of its loops (a sum commutes, a parameter stays the same)."""
     optional: bool = False
     """A compiler may avoid it."""
 
@@ -60,7 +60,7 @@ class Expected:
     @property
     def least(self) -> int:
         """Fewest bytes that are right."""
-        return 0 if self.optional else self.bytes if self.hoistable else self.total
+        return 0 if self.optional else self.total if self.once is None else self.once
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
     made = lambda weights: g * _made(facts, runs, weights)
     spread = [w for w in facts.weights if w.spread and not w.bounded]
     whole = [w for w in facts.weights if not w.spread and not w.bounded]
-    yield Expected("gradient", "all-reduce", both, made(whole), calls, "gradients", hoistable=calls > 1)
+    yield Expected("gradient", "all-reduce", both, made(whole), calls, "gradients", once=g * _sum(whole))
     yield Expected("gradient", "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
     table = [w for w in facts.weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
     kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", both)
@@ -156,7 +156,8 @@ def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
     if facts.used("replica"):
         parts = (made(spread) + again * any(w.spread for w in table)) // facts.mesh.data
         text = "gradient shards across replicas"
-        yield Expected("gradient", "all-reduce", facts.used("replica"), parts, calls, text, hoistable=calls > 1)
+        once = g * _sum([*spread, *(w for w in table if w.spread)]) // facts.mesh.data
+        yield Expected("gradient", "all-reduce", facts.used("replica"), parts, calls, text, once=once)
 
 
 def _updates(facts: Facts) -> Iterator[Expected]:
@@ -192,7 +193,7 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
         yield Expected("gather", "all-gather", data, each(biases), backward, "biases, backward", optional=True)
     group = lambda name: [w for w in stored if w.group == name]
     for name, calls in (("embedding", runs.embed * parts), ("head", runs.loss * parts)):
-        yield Expected("gather", "all-gather", data, each(group(name)), calls, name, hoistable=True)
+        yield Expected("gather", "all-gather", data, each(group(name)), calls, name, once=each(group(name)))
     if facts.tied:
         table = [w for w in stored if w.path == "embedding.tokens"]
         text = "embedding again, as head"

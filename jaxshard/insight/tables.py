@@ -64,7 +64,8 @@ def too_large(found: "Explanation") -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    calls = str(row.count) if row.exact else f"{row.count} or more"
+    bound = f"up to {row.count}" if "only when taken" in row.note else f"{row.count} or more"
+    calls = str(row.count) if row.exact else bound
     meanwhile = row.overlap or "nothing" if row.is_async else "-"
     reason = f"{row.reason}; {row.note}" if row.note else row.reason
     source = f"{row.parameters} ({row.source})" if row.parameters and row.source else row.parameters or row.source
