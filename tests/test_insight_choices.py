@@ -108,7 +108,7 @@ SITUATIONS = (
     ),
     Situation(
         "many nodes, slow network, state fits on a few devices",
-        (LARGE, "h100:64", 64, 8192, 25),
+        (LARGE, "h100:64", 64, 8192, 10),
         lambda c: c.shape.stage > 1 and c.shape.data > 1 and c.zero == 1,
         "stages send activations only, and gradients cross the network once: pipeline, data parallelism and ZeRO-1",
         ("a slow network", "only activations travel", "ZeRO-1"),

@@ -120,7 +120,7 @@ def step_time(
     again = _recomputed(forward, layout, software)
     held = parameters(arch, layout, seq_len, software)
     per_stage = arch.n_layers / layout.stage
-    added = Work(elementwise=_accumulate(held, per_stage, layout, rates))
+    added = Work(elementwise=_accumulate(held, per_stage, layout, rates) + _stacking(arch, layout, rates))
     blocks = (forward + backward + again).settled() * per_stage + added
     worst, filling, sends = _pipeline(arch, layout, rates, blocks, seq_len)
     exposed, hidden = _data_comm(arch, layout, rates, held, forward * per_stage, (backward + again) * per_stage)
@@ -144,16 +144,20 @@ def step_time(
 
 def parameters(arch: Architecture, layout: Parallelism, seq_len: Number, software: Software) -> Number:
     """Matrix parameters that the fullest device computes with (after a gather, under ZeRO-3)."""
-    D = arch.d_model
-    gated = arch.family == "llama"
-    attention = D * arch.head_dim * (2 * arch.n_heads + 2 * arch.n_kv_heads)
-    blocks = arch.n_layers / layout.stage * (attention + (3 if gated else 2) * D * arch.d_ff) / layout.model
-    table = arch.vocab_size * D / layout.model
-    positions = 0 if gated else seq_len * D
+    blocks = _block_parameters(arch, layout)
+    table = arch.vocab_size * arch.d_model / layout.model
+    positions = 0 if arch.family == "llama" else seq_len * arch.d_model
     tables = np.where(arch.tie_embeddings, 1, 2)
     if software.head_on_all_stages:
         return blocks + tables * table / layout.stage + positions
     return blocks + np.where(np.asarray(layout.stage) > 1, 1, tables) * table + positions
+
+
+def _block_parameters(arch: Architecture, layout: Parallelism) -> Number:
+    """Matrix parameters of the blocks of one stage and model shard."""
+    D, matrices = arch.d_model, 3 if arch.family == "llama" else 2
+    attention = D * arch.head_dim * (2 * arch.n_heads + 2 * arch.n_kv_heads)
+    return arch.n_layers / layout.stage * (attention + matrices * D * arch.d_ff) / layout.model
 
 
 def _recomputed(forward: Work, layout: Parallelism, software: Software) -> Work:
@@ -182,6 +186,20 @@ def _accumulate(held: Number, per_stage: Number, layout: Parallelism, rates: Rat
     shard = np.where(np.asarray(layout.zero) >= 2, layout.data, 1)
     traffic = rates.software.accumulation_bytes * held / shard / rates.memory
     return np.where(np.asarray(layout.rounds) > 1, traffic + 12 * per_stage * rates.gap, 0.0)
+
+
+def _stacking(arch: Architecture, layout: Parallelism, rates: Rates) -> Number:
+    """Seconds per microbatch to copy each layer's weights out of the stacked arrays, and its gradients into them.
+
+    A loop over layers copies the weights once in every pass that computes with them. Under ZeRO a gather writes the
+    same bytes, and a reduce-scatter reads them.
+    """
+    if not rates.software.stacked:
+        return 0.0
+    staged = (np.asarray(layout.stage) > 1) & rates.software.pipeline_recomputes
+    passes = 2 + (np.asarray(layout.remat) == "full") + staged
+    copied = 2 * (rates.width * passes + rates.software.gradient_width)
+    return copied * _block_parameters(arch, layout) / rates.memory
 
 
 def _pipeline(

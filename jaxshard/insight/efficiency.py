@@ -81,8 +81,10 @@ class Software:
     hide. 0: they start when the pass is over."""
     logit_bytes: float = 12.0
     """Bytes read and written per logit by the loss, forward and backward, beyond the matmuls' own."""
-    accumulation_bytes: float = 10.0
+    accumulation_bytes: float = 12.0
     """Bytes per parameter to add one microbatch's gradient to the sum."""
+    stacked: bool = True
+    """Layers lie in stacked arrays: a pass copies each layer's weights out of them, and its gradients into them."""
     optimizer_bytes: float = 30.0
     """Bytes per parameter of one update: gradient, two moments and master read and written, parameter written."""
     gradient_width: int = 4
@@ -129,6 +131,7 @@ MEGATRON_DEEPSPEED = Software(
     eager=True,
     logit_bytes=40.0,
     accumulation_bytes=6.0,
+    stacked=False,
     optimizer_bytes=26.0,
     gradient_width=2,
     embedding=(7, 4, 5, 5, 4),
@@ -152,25 +155,23 @@ class MatrixUnits:
     tile: int
     """Side of such a tile."""
     best: float
-    """Share of the datasheet's 16-bit peak that large matmuls reach (clocks fall under load)."""
+    """Share of the datasheet's 16-bit peak that the best matmul found reaches (clocks fall under load)."""
     systolic: bool = False
     """TPU: an inner dimension shorter than the tile leaves a part of the unit idle."""
 
 
 MATRIX_UNITS: dict[str, MatrixUnits] = {
     "a100": MatrixUnits(108, 128, 0.869),
-    "h100": MatrixUnits(132, 128, 0.76),
-    "h200": MatrixUnits(132, 128, 0.76),
-    "b200": MatrixUnits(148, 128, 0.73),
+    "h100": MatrixUnits(132, 128, 0.803),
+    "h200": MatrixUnits(132, 128, 0.803),
+    "b200": MatrixUnits(148, 128, 0.776),
     "v4": MatrixUnits(8, 128, 0.95, True),
     "v5e": MatrixUnits(4, 128, 0.95, True),
     "v5p": MatrixUnits(8, 128, 0.95, True),
     "v6e": MatrixUnits(2, 256, 0.75, True),
 }
-"""GPUs: streaming multiprocessors (openxla/xla, target_config/specs) and cuBLAS's usual 128 x 128 tile. A100: the best
-of many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": 271.2 TFLOP/s;
-H100 and H200 794.5, B200 1,745, that is 0.803 and 0.776, in bursts). Under the sustained load of a training step at the
-power limit H100 reaches less: 0.76 is what MaxText's published runs on H100 suggest, and B200 is taken to lose as much.
-TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/scaling-book, part 2). No table of matmuls is
-known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e suggest, and v4 and v5e are taken to be
-like v5p. docs/time-model.md has the runs."""
+"""GPUs: streaming multiprocessors (openxla/xla, target_config/specs), cuBLAS's usual 128 x 128 tile, and the best of
+many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": A100 271.2, H100
+and H200 794.5, B200 1,745 TFLOP/s). TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/
+scaling-book, part 2). No such table is known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e
+suggest (docs/time-model.md), and v4 and v5e are taken to be like v5p."""
