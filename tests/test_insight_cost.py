@@ -202,6 +202,17 @@ def test_zero_3_repeats_its_gathers_for_every_microbatch_and_zero_1_does_not():
     assert comm(zero=1, accumulation=4) == pytest.approx(comm(zero=1))
 
 
+@pytest.mark.parametrize("stages, remat, passes", [(1, "none", 2), (1, "full", 3), (2, "none", 3), (2, "full", 4)])
+def test_layers_are_copied_out_of_stacked_arrays_in_every_pass(stages, remat, passes):
+    layout = Parallelism(stage=stages, model=2, microbatches=4 if stages > 1 else 1, accumulation=3, remat=remat)
+    parts = [step_time(LLAMA, layout, H100, 64, replace(SILENT, stacked=s), PERFECT) for s in (True, False)]
+    blocks = (matmul_parameters(LLAMA) - LLAMA.vocab_size * LLAMA.d_model) / (2 * stages)
+    copied = 2 * (2 * passes + 4) * blocks * layout.rounds / H100.bandwidth
+    assert float(parts[0].elementwise - parts[1].elementwise) == pytest.approx(copied)
+    filled = (stages - 1) / layout.microbatches
+    assert float(parts[0].total - parts[1].total) == pytest.approx(copied * (1 + filled))
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("stages, microbatches", [(2, 8), (4, 16)])
 def test_a_pipeline_gathers_and_reduces_in_every_tick_of_its_table(stages, microbatches, chunks):
