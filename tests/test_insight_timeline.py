@@ -84,6 +84,15 @@ def test_a_step_is_its_instructions_with_loops_and_what_is_exposed():
     assert loop.seconds == pytest.approx(product + reduction + rates.gap, rel=1e-4)  # the counter has a kernel too
 
 
+def test_what_the_compiler_rematerialises_is_told_apart():
+    line = "  %product.1 = bf16[4096,4096]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    twice = PROGRAM.replace(line, line + line.replace("%product.1", "%product.1.remat2"))
+    assert walk(parse(twice), COSTS).again == pytest.approx(8 * COSTS.rates.matmul(4096, 4096, 4096))
+    assert walk(parse(PROGRAM), COSTS).again == 0
+    moved = PROGRAM.replace("%product.1", "%product.1.remat2")  # the copy alone is left
+    assert walk(parse(moved), COSTS).again == 0
+
+
 def test_a_slower_network_never_makes_a_step_faster():
     seconds = [walk(parse(PROGRAM), roofline(H100.with_network(1e9 * rate), MESH)).seconds for rate in (400, 50, 5, 1)]
     assert seconds == sorted(seconds)

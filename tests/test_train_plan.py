@@ -74,7 +74,7 @@ def test_automatic_mesh_keeps_what_the_user_says(on, capsys):
     assert config.zero == 2
     assert "kept as given: zero 2" in said
     # The default counts as said where it stands on the command line.
-    config, said = chosen(llama(), capsys, given=["zero", "mesh", "train.accumulation"])
+    config, said = chosen(llama(zero=0), capsys, given=["zero", "mesh", "train.accumulation"])
     assert (config.zero, config.train.accumulation) == (0, 1)
     assert "kept as given: zero 0, train.accumulation 1" in said
 
@@ -82,7 +82,7 @@ def test_automatic_mesh_keeps_what_the_user_says(on, capsys):
 def test_automatic_mesh_refuses_what_fits_nowhere(on, capsys):
     on("h100:8")
     with pytest.raises(InputError, match=r"fits nowhere on h100:8 with --zero 0 --train\.offload none"):
-        big = llama(model=ModelConfig(preset="llama3-70b"))
+        big = llama(zero=0, model=ModelConfig(preset="llama3-70b"))
         chosen(big, capsys, given=["zero", "train.offload"])
 
 

@@ -70,9 +70,11 @@ def time_lines(plans: "list[Plan]") -> list[str]:
         found = plan.timeline
         parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in found.largest(5))
         hidden = sum(found.hidden.values())
+        again = found.again > 0.01 * found.seconds
         lines.append(
             f"{number}: {seconds_text(plan.seconds)} from shapes, {seconds_text(found.seconds)} from the compiled "
             f"schedule: {parts}. Collectives: {seconds_text(found.exposed)} exposed, {seconds_text(hidden)} hidden."
+            + (f" {seconds_text(found.again)} recompute what the compiler found no memory to keep." if again else "")
         )
     return lines
 

@@ -185,7 +185,9 @@ def _smaller(program: Program, memory: Memory, devices: Sequence[Device]) -> tup
 
 
 def _candidate(config: Config, shape: MeshShape) -> Candidate:
-    return Candidate(shape, **{field: _value(config, option) for option, field in SEARCHED.items()})
+    fields = {field: _value(config, option) for option, field in SEARCHED.items()}
+    fields["zero"] = config.zero or 0
+    return Candidate(shape, **fields)
 
 
 def _estimate(program: Program) -> Memory:

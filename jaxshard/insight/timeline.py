@@ -5,6 +5,7 @@ between; what is left of it at its done is exposed. Loops count by their trips, 
 of conditionals the longest branch. Asynchronous copies, on the device and to host memory, have lanes of their own.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ NAMES = {
     "host": "transfers to host memory",
     "copy": "copies beside computation that it waits for",
 }
+_REMAT = re.compile(r"\.remat\d*(?:\.|$)")
+"""How XLA's rematerialisation names its copies (openxla/xla, hlo/transforms/simplifiers/hlo_rematerialization.cc)."""
 SHOWN = 400
 """Spans that are kept of one schedule at most; neighbours of the same kind are one."""
 
@@ -66,6 +69,9 @@ class Timeline:
     """Seconds of collectives that run behind computation, by axes; not part of the step."""
     blocks: tuple[Block, ...]
     """The step, then its loops, as they stand in the program."""
+    again: float = 0.0
+    """Seconds of the step in which the device computes a second time what the compiler did not keep: near the edge of
+    the memory XLA rematerialises on its own, whatever --train.remat says."""
 
     @property
     def seconds(self) -> float:
@@ -78,7 +84,7 @@ class Timeline:
 
     def as_json(self) -> dict[str, Any]:
         """As `plan --json` prints it."""
-        return {"seconds": self.seconds, "parts": dict(self.parts), "hidden": dict(self.hidden)}
+        return {"seconds": self.seconds, "parts": dict(self.parts), "hidden": dict(self.hidden), "again": self.again}
 
     def largest(self, count: int = 4) -> list[tuple[str, float]]:
         """What takes longest, longest first."""
@@ -108,6 +114,7 @@ def walk(module: Module, costs: Roofline) -> Timeline:
         parts,
         {kind: seconds for kind, seconds in whole.hidden.items() if seconds},
         tuple(b for b in walker.blocks if b),
+        whole.again,
     )
 
 
@@ -123,6 +130,7 @@ class _Clock:
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = field(default_factory=list)
+    again: float = 0.0
 
     def compute(self, kind: str, seconds: float) -> None:
         self.show("computation", kind, self.now, self.now + seconds)
@@ -178,6 +186,7 @@ class _Walker:
             cost = self.costs.instruction(scope.module, scope.computation, instruction)
             if cost is not None:
                 clock.compute(cost.kind, cost.seconds)
+                clock.again += cost.seconds if _computed_again(scope, instruction) else 0.0
 
     def enter(self, inner: list[Scope], instruction: Instruction, clock: _Clock, runs: int) -> None:
         """Runs what an instruction calls: a loop as often as it turns, of branches the longest."""
@@ -194,6 +203,7 @@ class _Walker:
             kind = instruction.name if instruction.opcode == "while" else instruction.opcode
             clock.show("computation", kind, clock.now, clock.now + result.now * times)
             clock.now += result.now * times
+            clock.again += result.again * times
             for total, one in ((clock.parts, result.parts), (clock.hidden, result.hidden)):
                 for kind, seconds in one.items():
                     total[kind] += seconds * times
@@ -240,6 +250,12 @@ def _what(loop: Instruction) -> str:
     where = place(loop.op_name)
     scope = f" in {where.scope}" if where.scope else ""
     return f"loop{scope}" + ("" if where.phase == "outside" else f" of the {where.phase} pass")
+
+
+def _computed_again(scope: Scope, instruction: Instruction) -> bool:
+    """Whether an instruction repeats another one of its schedule; a copy may also have taken the other's place."""
+    first = _REMAT.split(instruction.name)[0]
+    return first != instruction.name and first in scope.computation.by_name
 
 
 def _ended(scope: Scope, instruction: Instruction, clock: _Clock) -> str | None:
