@@ -289,8 +289,9 @@ class Config:
     """Devices per axis, such as dp=4,tp=2 (axes: replica, pp or stage, dp or data, tp or model); one may be -1.
     By default all devices are on dp. auto, for train: the best plan for the devices that are present, where also what
     is left at its default of ZeRO, recomputation, accumulation, pipeline and offload is chosen."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. By default 1
+    where layers are split into a pipeline, else 0."""
     output: str | None = None
     """Folder of the run; by default runs/<config name>."""
     devices: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -310,7 +311,7 @@ class Config:
         for name in ("mesh", "output"):
             value = getattr(self, name)
             _require(value is None or value.strip() != "", name, value, "left out, or not empty")
-        _require(self.zero in (0, 1, 2, 3), "zero", self.zero, "0, 1, 2 or 3")
+        _require(self.zero in (None, 0, 1, 2, 3) and not isinstance(self.zero, bool), "zero", self.zero, "0, 1, 2 or 3")
         _require(self.train.seed >= 0, "train.seed", self.train.seed, "0 or more")
         profiled = self.log.profile_steps
         last = profiled is None or profiled[1] <= self.train.steps

@@ -304,3 +304,8 @@ def test_memory_grows_with_the_slots_of_the_schedule_only():
     assert abs(found["1f1b", 64] / found["1f1b", 8] - 1) < 0.02
     kept = (slots["gpipe", 64] - slots["gpipe", 8]) * 128 * 256 * 2
     assert found["gpipe", 64] - found["gpipe", 8] == pytest.approx(kept, rel=0.02)
+
+
+def test_a_pipeline_over_several_data_groups_is_zero_1_by_default():
+    default = lambda mesh: program(replace(config(mesh), zero=None)).config.zero
+    assert [default(mesh) for mesh in ("pp=2,dp=2", "pp=4", "dp=4", "pp=2,replica=2")] == [1, 0, 0, 0]

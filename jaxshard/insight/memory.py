@@ -41,7 +41,7 @@ from jaxshard.models.transformer import padded_vocab
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat
-from jaxshard.parallel.rules import ZERO_TABLES
+from jaxshard.parallel.rules import ZERO_TABLES, zero_stage
 from jaxshard.parallel.schedule import make
 
 Platform = Literal["gpu", "tpu", "cpu"]
@@ -131,7 +131,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     sums = sum(groups.values()) if several else 0
     head = local.vocab * arch.d_model
     head_gradient = head * local.wide_width
-    gathers = "parameters" in ZERO_TABLES[config.zero] and shape.data > 1
+    gathers = "parameters" in ZERO_TABLES[zero_stage(config, shape)] and shape.data > 1
     table = head * local.width if gathers or shape.model * shape.stage > 1 else 0
     producing = groups["blocks"] // chunks
     stacks = local.layers * kept + ring
@@ -304,7 +304,7 @@ def block_buffers(config: Config, arch: Architecture, shape: MeshShape) -> tuple
     each = [elements_per_device(row, shape=shape, spread=False) / layers for row in rows]
     policy = POLICIES[config.train.precision]
     several = shape.data > 1
-    gathered = sum(each) * jnp.dtype(policy.compute).itemsize if several and config.zero == 3 else 0.0
+    gathered = sum(each) * jnp.dtype(policy.compute).itemsize if several and zero_stage(config, shape) == 3 else 0.0
     sharded = several and "gradients" in ZERO_TABLES[effective_zero(config, shape)]
     return gathered, max(each) * jnp.dtype(policy.gradients).itemsize if sharded else 0.0
 

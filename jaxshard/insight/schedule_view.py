@@ -12,6 +12,7 @@ from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.planner import BYTE_TOKENS
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import MeshShape, open_devices, parse_mesh, resolve_mesh
+from jaxshard.parallel.rules import zero_stage
 from jaxshard.parallel.schedule import Schedule, bubble_formula, bubble_fraction
 from jaxshard.parallel.schedule_draw import draw_png, draw_text
 from jaxshard.training.pipeline_plan import plan_pipeline
@@ -58,7 +59,7 @@ def schedule_of(config: Config, target: str = "local") -> Schedule:
         )
     arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
     check_fit(config, arch, shape)
-    plan = plan_pipeline(config.train, config.zero, arch, shape)
+    plan = plan_pipeline(config.train, zero_stage(config, shape), arch, shape)
     assert plan is not None, "stages make a pipeline"
     return plan.schedule
 

@@ -16,7 +16,7 @@ from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.precision import POLICIES
-from jaxshard.parallel.rules import ZERO_TABLES, add_data_axis, base_axes
+from jaxshard.parallel.rules import ZERO_TABLES, add_data_axis, base_axes, zero_stage
 from jaxshard.training.optimizer import build, state_axes
 
 BATCH_ARRAYS = 4
@@ -85,7 +85,7 @@ def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBy
     elements = partial(elements_per_device, shape=shape)
     weights = lambda spread: sum(elements(row, spread=spread) for row in table.weights)
     moments = sum(
-        row.itemsize * (elements(row, spread="optimizer" in ZERO_TABLES[config.zero]) if row.shape else 1)
+        row.itemsize * (elements(row, spread="optimizer" in ZERO_TABLES[zero_stage(config, shape)]) if row.shape else 1)
         for row in table.moments
     )
     spread_optimizer = "optimizer" in tables
@@ -113,12 +113,13 @@ def group_gradients(config: Config, arch: Architecture, shape: MeshShape) -> dic
 def deferred(config: Config, shape: MeshShape) -> bool:
     """Whether data groups keep gradients of their own until the end of the step (`parallel.layout.Layout`)."""
     several = config.train.accumulation > 1 or shape.stage > 1
-    return config.zero <= 1 and several and shape.batch_ways > 1
+    return zero_stage(config, shape) <= 1 and several and shape.batch_ways > 1
 
 
 def effective_zero(config: Config, shape: MeshShape) -> int:
     """The stage whose tables hold: ZeRO-1 that sums nothing over microbatches reduces straight into its shards."""
-    return 2 if config.zero == 1 and not deferred(config, shape) else config.zero
+    zero = zero_stage(config, shape)
+    return 2 if zero == 1 and not deferred(config, shape) else zero
 
 
 @cache

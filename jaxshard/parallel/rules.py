@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import MeshShape
 
@@ -53,6 +54,16 @@ ZERO_TABLES: dict[int, frozenset[str]] = {
     3: frozenset({"optimizer", "gradients", "parameters"}),
 }
 """ZeRO stage -> classes of state that are sharded over the data axis (ZeRO, Rajbhandari et al. 2020, section 5)."""
+
+
+def zero_stage(config: Config, shape: MeshShape) -> int:
+    """The ZeRO stage of a run on a mesh: as configured, else 1 with a pipeline over several data groups, else 0.
+
+    A pipeline sums gradients of many microbatches anyway, and stage 1 reduces them once, as stage 0 does.
+    """
+    if config.zero is not None:
+        return config.zero
+    return int(shape.stage > 1 and shape.data > 1)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def run(config: Config, *, console: Console, tolerance: float = TOLERANCE) -> di
     shape = resolve_mesh(config.mesh, len(devices))
     arch = _architecture(config)
     full = build_program(config, devices, arch.vocab_size)
-    small = shrink(config, arch, shape)
+    small = shrink(full.config, arch, shape)
     console.line(_describe(small, shape, arch))
     with wide_types():
         program, single = build_program(small, devices), build_program(alone(small), devices[:1])
@@ -54,7 +54,7 @@ def run(config: Config, *, console: Console, tolerance: float = TOLERANCE) -> di
         console.line(f"stays whole in the full model: {leaf.path} ({leaf.bytes:,} bytes): {leaf.why}")
     return {
         "mesh": str(shape),
-        "zero": config.zero,
+        "zero": full.config.zero,
         "devices": shape.devices,
         "model": vars(small.model),
         "same": not faults,

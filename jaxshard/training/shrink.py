@@ -10,6 +10,7 @@ from jaxshard.config import Config, ModelConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
 from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.pipeline_plan import plan_pipeline
 
 
@@ -32,7 +33,7 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         shape: the mesh.
     """
     train, T = config.train, config.data.seq_len
-    plan = plan_pipeline(train, config.zero, arch, shape)
+    plan = plan_pipeline(train, zero_stage(config, shape), arch, shape)
     microbatches = plan.schedule.microbatches if plan else 1
     length = alike(T, 12, shape.model)
     rows = shape.batch_ways * train.accumulation * microbatches

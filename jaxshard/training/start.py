@@ -115,7 +115,8 @@ def resolved(config: Config, program: Program) -> Config:
     fields = {name: value for name, value in asdict(arch).items() if hasattr(config.model, name)}
     whole = lambda path: str(Path(path).absolute()) if Path(path).exists() else path
     data = replace(config.data, path=whole(config.data.path), tokenizer=whole(config.data.tokenizer))
-    return replace(config, mesh=str(program.layout.shape), model=replace(config.model, **fields), data=data)
+    chosen = dict(mesh=str(program.layout.shape), zero=program.config.zero)
+    return replace(config, **chosen, model=replace(config.model, **fields), data=data)
 
 
 def run_facts(program: Program) -> dict[str, Any]:
