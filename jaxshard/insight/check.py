@@ -70,16 +70,18 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
         own = sum(row.total for row in rows if _of_optimizer(row))
         unpredicted = {name: f"{why}: {own:,} bytes are not compared" for name, why in unpredicted.items()}
         rows = [row for row in rows if not _of_optimizer(row)]
-    vectors = [row for row in rows if row.family == "vector"]
-    rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
+    # kv weights that all devices hold are shaped like others, and are held between bounds: then all gradients are.
+    bounded = {"vector", "gradient"} if any(w.whole and w.role == "matrix" for w in facts.weights) else {"vector"}
+    vectors = [row for row in rows if row.family in bounded]
+    rows = [row for row in rows if row.family not in ("bookkeeping", *bounded)]
     rows = compare.without_padding(rows)
-    for family in dict.fromkeys([row.family for row in (*wanted, *rows)]):
+    for family in dict.fromkeys([row.family for row in (*wanted, *rows) if row.family not in bounded]):
         compare.family(
             family,
             [compare.as_asked(row) for row in rows if row.family == family],
             [row for row in wanted if row.family == family],
         )
-    compare.vectors(vectors)
+    compare.vectors(vectors, [row for row in wanted if row.family in bounded])
     return Check(
         tuple(wanted),
         tuple(compare.missing),
@@ -205,10 +207,11 @@ class _Comparison:
             else:
                 self.rewrites[f"{text}: {kind} for {' and '.join(sorted(wanted))}"] = None
 
-    def vectors(self, rows: list[Row]) -> None:
+    def vectors(self, rows: list[Row], wanted: list[Expected]) -> None:
         """Gradients of norms, biases and whole tables: over the axes in any order, in the loop or after it."""
         got = sum(row.total for row in rows)
         least, most = vector_bounds(self.facts)
+        least, most = least + sum(row.least for row in wanted), most + sum(row.total for row in wanted)
         text, axes = FAMILIES["vector"], tuple(dict.fromkeys(axis for row in rows for axis in row.axes))
         if got > most:
             self.unexpected.append(Difference(text, axes, got - most, rows[0].source))

@@ -76,6 +76,8 @@ class Passes:
     embed: int
     loss: int
     embed_gradient: int
+    idle: int
+    """Of the layers run forward, those whose chunk nobody reads, in phases of one tick: a compiler leaves them out."""
     single: bool
     """Chunks of one layer are no loops: what is gathered twice in a tick may be gathered once, and the output of a
     chunk that runs again is left out where no loss reads it."""
@@ -92,7 +94,7 @@ class Passes:
 def passes(facts: Facts) -> Passes:
     """From the model; in a pipeline from the schedule."""
     if facts.schedule is None:
-        return Passes(facts.layers, 0, facts.layers, 1, 1, 1, single=False)
+        return Passes(facts.layers, 0, facts.layers, 1, 1, 1, idle=0, single=False)
     phases, each = facts.schedule.phases, facts.layers // facts.schedule.chunks
     ticks = lambda runs: sum(phase.stop - phase.start for phase in phases if runs(phase))
     backward = each * ticks(lambda phase: phase.backward)
@@ -103,6 +105,7 @@ def passes(facts: Facts) -> Passes:
         embed=ticks(lambda phase: phase.embed != "never"),
         loss=ticks(lambda phase: phase.loss != "never"),
         embed_gradient=ticks(lambda phase: phase.embed_gradient != "never"),
+        idle=each * len([phase for phase in phases if phase.forward and _in_vain(facts.schedule, phase, "forward")]),
         single=each == 1,
     )
 
@@ -181,8 +184,11 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     blocks = [w for w in stored if w.group == "blocks"]
     matrices, vectors = ([w for w in blocks if w.vector is vector] for vector in (False, True))
     each = lambda weights: p * sum(w.elements for w in weights)
-    forward, backward = runs.forwards * parts, runs.backward * parts
-    yield Expected("gather", "all-gather", data, each(matrices), forward, "layers, forward", optional=runs.single)
+    forward, backward, idle = runs.forwards * parts, runs.backward * parts, runs.idle * parts
+    yield Expected(
+        "gather", "all-gather", data, each(matrices), forward - idle, "layers, forward", optional=runs.single
+    )
+    yield Expected("gather", "all-gather", data, each(matrices), idle, "layers, in vain", optional=True)
     yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward")
     yield Expected("gather", "all-gather", data, each(vectors), forward, "norms and biases, forward", optional=True)
     # Norm scales and biases are needed again only where what they make is computed again.
@@ -221,14 +227,22 @@ def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     stream = facts.stream * facts.activation_bytes
     forward, backward = runs.forwards * parts, runs.backward * parts
     kind = "reduce-scatter" if sp else "all-reduce"
-    vain = (2 if facts.saved == "full" else 1) * (runs.backward - runs.loss) * parts if runs.single else 0
+    unread = (2 if facts.saved == "full" else 1) * (runs.backward - runs.loss) if runs.single else 0
+    vain = (2 * runs.idle + unread) * parts
     yield Expected("row", kind, axes, stream, 2 * forward - vain, "attention and MLP, forward")
     yield Expected("row", kind, axes, stream, vain, "outputs of a chunk, in vain", optional=True)
     if not facts.keeps("attention_out", "residual"):
         yield Expected("row", kind, axes, stream, backward, "attention, recomputed")
-    yield Expected("column", kind, axes, stream, 2 * backward, "attention and MLP, backward")
+    if sp and not facts.split_kv:
+        # Keys' and values' input gradients are whole, only the queries' is in parts: their sum is not scattered.
+        yield Expected("column", "all-reduce", axes, stream, backward, "attention, backward")
+        yield Expected("column", kind, axes, stream, backward, "MLP, backward")
+    else:
+        yield Expected("column", kind, axes, stream, 2 * backward, "attention and MLP, backward")
     if sp:
-        yield Expected("sequence", "all-gather", axes, stream, 2 * forward, "inputs of attention and MLP, forward")
+        text, idle = "inputs of attention and MLP, forward", runs.idle * parts
+        yield Expected("sequence", "all-gather", axes, stream, 2 * (forward - idle), text)
+        yield Expected("sequence", "all-gather", axes, stream, 2 * idle, f"{text}, in vain", optional=True)
         if not facts.keeps("norm"):
             yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "the same, recomputed")
         yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "gradients of their outputs, backward")
@@ -244,8 +258,7 @@ def _stages(facts: Facts, schedule: Schedule, runs: Passes) -> Iterator[Expected
     stream = facts.stream * facts.activation_bytes // split
     for name, way in (("forward", "to the next stage"), ("backward", "to the stage before")):
         phases = [phase for phase in schedule.phases if getattr(phase, name)]
-        # A phase of one tick is no loop, and there a compiler leaves out what nobody receives.
-        vain = [p for p in phases if p.stop - p.start == 1 and _nobody_receives(schedule, p, name)]
+        vain = [phase for phase in phases if _in_vain(schedule, phase, name)]
         ticks = sum(phase.stop - phase.start for phase in phases)
         yield Expected("send", "collective-permute", axes, stream, (ticks - len(vain)) * parts, way)
         text = f"{way}, in vain"
@@ -255,9 +268,10 @@ def _stages(facts: Facts, schedule: Schedule, runs: Passes) -> Iterator[Expected
     yield Expected("stage", "all-reduce", axes, stream, runs.embed_gradient * parts, text)
 
 
-def _nobody_receives(schedule: Schedule, phase: Phase, name: str) -> bool:
+def _in_vain(schedule: Schedule, phase: Phase, name: str) -> bool:
+    """Whether nobody receives what a phase of one tick sends: being no loop, a compiler leaves it out."""
     column = schedule.fwd_put if name == "forward" else schedule.bwd_put
-    return bool((column[phase.start : phase.stop] < 0).all())
+    return phase.stop - phase.start == 1 and bool((column[phase.start] < 0).all())
 
 
 def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
@@ -269,7 +283,8 @@ def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
     heads, ways = facts.kv_heads, facts.mesh.model
     if ways % heads == 0:
         yield Expected("kv", "all-reduce", axes, 2 * head, calls, "each head's gradient, among those that use it")
-        yield Expected("kv", "all-gather", axes, 2 * head * heads, calls, "gradients of all heads")
+        if heads > 1:
+            yield Expected("kv", "all-gather", axes, 2 * head * heads, calls, "gradients of all heads")
     else:
         yield Expected("kv", "all-reduce", axes, 2 * head * heads, calls, "gradients of all heads", optional=True)
 
@@ -284,10 +299,11 @@ def vector_bounds(facts: Facts) -> tuple[int, int]:
     batch = facts.used("replica", "data")
     vectors = [w for w in facts.weights if w.bounded]
     norms = [w for w in vectors if w.role == "norm" and facts.sequence_parallel]
+    tables = [w for w in vectors if w.whole and facts.sequence_parallel]
     every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights)
     # Over the batch axes once where sums are deferred; over model, with sequence parallelism, in every part.
     calls = 1 if facts.deferred else parts
     # Short vectors may be gathered after an update by a sum, which looks like their gradient's.
     updates = g * _sum([w for w in vectors if w.spread])
-    most = g * _made(facts, runs, vectors) * calls * len(batch) + g * every(norms) * parts + updates
+    most = g * _made(facts, runs, vectors) * calls * len(batch) + g * every(norms + tables) * parts + updates
     return g * max(_sum(vectors) * bool(batch), _sum(norms)), most

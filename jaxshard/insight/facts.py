@@ -52,7 +52,8 @@ class WeightFact:
     model_split: bool
     """Split over `model`."""
     whole: bool
-    """Not split over `stage` or `model`, though these have several devices: they may share the work of its sums."""
+    """Not split over `model` (outside the blocks also not over `stage`), though that has several devices: they may
+    share the work of its sums. Norms, biases, learned positions; kv weights where kv heads do not divide."""
 
     @property
     def elements(self) -> int:
@@ -203,7 +204,7 @@ def facts_of(program: Program) -> Facts:
     size = lambda dtype: jnp.dtype(dtype).itemsize
     return Facts(
         mesh=shape,
-        zero=config.zero,
+        zero=layout.zero,
         family=arch.family,
         layers=arch.n_layers // shape.stage,
         width=arch.d_model,
@@ -239,6 +240,7 @@ def _weights(program: Program) -> list[WeightFact]:
     for (path, row), spec in zip(rows, specs, strict=True):
         stacked = row.axes[0] == "layers"
         local = local_shape(row.shape, spec.base, shape)
+        others = {axis for axis in ("stage", "model") if getattr(shape, axis) > 1} - ({"stage"} if stacked else set())
         found.append(
             WeightFact(
                 path=jax.tree_util.keystr(path, simple=True, separator="."),
@@ -250,7 +252,7 @@ def _weights(program: Program) -> list[WeightFact]:
                 stored_spread=_axes(spec.parameters) != _axes(spec.base),
                 early=_axes(spec.gradients) != _axes(spec.base),
                 model_split="model" in _axes(spec.base),
-                whole=shape.stage * shape.model > 1 and not {"stage", "model"} & set(_axes(spec.base)),
+                whole=bool(others) and not others & set(_axes(spec.base)),
             )
         )
     return found
