@@ -148,6 +148,9 @@ CASES = (
     _case("odd", "dp=2,tp=3", 1),
     _case("odd", "dp=2,tp=3", 3, accumulation=2),
     _case("odd", "tp=6", sequence_parallel=True),
+    # Optimizer state in host memory: these rows also make an update.
+    _case("gqa", "dp=4,tp=2", 1, offload="optimizer", offload_mode="stream"),
+    _case("gpt2", "replica=2,dp=2", 3, offload="optimizer", offload_mode="host"),
     # Pipelines.
     _case("gqa", "pp=2,dp=2,tp=2", 1),
     _case("mha", "pp=2,dp=2", 3, accumulation=2, schedule="gpipe"),
@@ -170,14 +173,15 @@ def batch_of(variant: str) -> dict[str, np.ndarray]:
 
 
 @cache
-def reference(variant: str) -> Outcome:
-    """The step of one device, nothing cut and nothing recomputed."""
-    return one_step(program_of(Case(variant)), batch_of(variant), update=False)
+def reference(variant: str, update: bool = False) -> Outcome:
+    """The step of one device, nothing cut, nothing recomputed and nothing offloaded."""
+    return one_step(program_of(Case(variant)), batch_of(variant), update)
 
 
 def measure(case: Case) -> Comparison:
-    """Computes a row and compares it with one device."""
-    return compare(one_step(program_of(case), batch_of(case.variant), update=False), reference(case.variant))
+    """Computes a row and compares it with one device; the update too, where the row is about that."""
+    update = "offload" in case.train
+    return compare(one_step(program_of(case), batch_of(case.variant), update), reference(case.variant, update))
 
 
 HEADER = """# Layouts that compute the same model
@@ -189,6 +193,8 @@ recomputes nothing: the initial parameters are equal bit for bit; the error of a
 relative to the tensor's largest entry (or to 1e-6 of the largest of all tensors, for gradients that are zero but for
 rounding, as those of key biases). Every batch has documents of uneven length packed into rows, masked targets and a row
 of padding. Bytes are those of one device, as the run would hold them in fp32 with AdamW; gradients as they are summed.
+With offload the moments lie in its host's memory, and AdamW's update of every parameter is compared too, to 1e-7 of the
+largest: it divides by the gradient, so rounding grows. `tests/test_optimizer_layouts.py` holds the other updates.
 
 {variants}
 

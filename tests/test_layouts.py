@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from layout_table import table
 
+from jaxshard.errors import InputError
 from jaxshard.models import transformer
 from jaxshard.parallel import layout
 from jaxshard.training import gradients, loss
@@ -230,6 +231,21 @@ def test_copies_of_a_weight_stay_equal_bit_for_bit():
             assert np.array_equal(first.setdefault(str(shard.index), value), value)
     key = state.params["blocks"]["attention"]["key"]
     assert key.sharding.spec == jax.sharding.PartitionSpec(None, None, None, None) and compared > 100
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_refused():
+    case = replace(case_named("gqa dp=8"), train={"sequence_parallel": True})
+    with pytest.raises(InputError, match=r"sequence_parallel.* tp = 1: leave it out"):
+        table.program_of(case)
+
+
+def test_draws_are_pinned_whatever_jax_is_told():
+    expected = table.reference("gqa").parameters["blocks.mlp.up"]
+    jax.config.update("jax_threefry_partitionable", False)
+    program = table.program_of(case_named("gqa dp=4 remat=dots"))
+    with wide_types():
+        drawn = compile_quickly(program.init.lower(), program)().params["blocks"]["mlp"]["up"]
+    assert np.array_equal(drawn, expected)
 
 
 def test_64_bit_types_are_on_within_and_off_again_after():

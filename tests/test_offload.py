@@ -15,7 +15,9 @@ from jaxshard.insight.compile import Compiled, Memory
 from jaxshard.insight.confirm import compile_step
 from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel.offload import check_host_memory
+from jaxshard.training import program as program_module
 from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.invariance import compile_quickly
 from jaxshard.training.program import Program, build_program, class_bytes
 from jaxshard.training.state import TrainState
 
@@ -56,6 +58,7 @@ class Outcome:
     """Three updates and what was measured."""
 
     program: Program
+    step: Any
     state: TrainState
     metrics: list[dict[str, np.ndarray]]
 
@@ -63,14 +66,15 @@ class Outcome:
 def three_steps(config: Config) -> Outcome:
     devices = int(np.prod([int(part.split("=")[1]) for part in (config.mesh or "").split(",")]))
     program = build_program(config, jax.devices()[:devices])
-    state, metrics = program.init(), []
+    state, metrics = compile_quickly(program.init.lower(), program)(), []
+    step = compile_quickly(program.step.lower(program.abstract, program.abstract_batch()), program)
     for seed in range(3):
         before = state
-        state, measured = program.step(state, program.place(batch(seed), config.train.accumulation))
+        state, measured = step(state, program.place(batch(seed), config.train.accumulation))
         metrics.append(jax.device_get(measured))
         donated = (before.params, before.masters, before.moments)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated)), "donated state is still there"
-    return Outcome(program, state, metrics)
+    return Outcome(program, step, state, metrics)
 
 
 @cache
@@ -118,9 +122,11 @@ def check_case(case: tuple) -> Outcome:
     # The same operations in another loop: compilers may contract a * b + c differently, once in a rounding. That can
     # round a parameter to its neighbour in its type, and the later gradients follow.
     rounding = float(jax.numpy.finfo(jax.tree.leaves(base.state.params)[0].dtype).eps)
+    # Muon's iteration multiplies small differences, by 3.4 in each of 5 rounds; in fp64 it is held to 1e-9 elsewhere.
+    limit = 1e-4 if optimizer == "muon" else 1e-5
     exact = "params" if base.state.masters is None and rounding < 1e-6 else "masters"
-    assert apart(getattr(base.state, exact), getattr(found.state, exact)) < 1e-5
-    assert apart(base.state.params, found.state.params) < max(1e-5, rounding)
+    assert apart(getattr(base.state, exact), getattr(found.state, exact)) < limit
+    assert apart(base.state.params, found.state.params) < max(limit, rounding)
     assert apart(base.state.moments, found.state.moments) < max(1e-4, rounding if base.state.masters is None else 0)
     assert apart(base.metrics, found.metrics) < 1e-5 and found.metrics[-1]["grad_norm"] > 0
     return found
@@ -158,7 +164,7 @@ def test_resumed_state_lies_in_host_memory_and_goes_on(streamed, tmp_path):
     counts = [int(x) for x in jax.tree.leaves(restored.moments) if x.ndim == 0]
     assert counts == [3], "a count that moves once an update, not once a layer"
     kept = jax.device_get(restored)
-    state, metrics = program.step(restored, program.place(batch(9, empty=True)))
+    state, metrics = streamed.step(restored, program.place(batch(9, empty=True)))
     assert metrics["skipped"] == 1
     in_place(state)
     same = lambda a, b: all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
@@ -261,6 +267,21 @@ def test_a_backend_without_host_memory_is_refused():
         def addressable_memories(self):
             return [Memory("device"), Memory("unpinned_host")]
 
-    with pytest.raises(InputError, match="needs pinned_host memory, and backend metal has only device, unpinned_host"):
-        check_host_memory([Bare()])
-    check_host_memory(jax.devices())
+    for option, instead in (
+        ("train.offload optimizer", "--zero 1 to 3"),
+        ("train.remat offload", "--train.remat full"),
+    ):
+        said = f"{option} needs pinned_host memory, and backend metal has only device, unpinned_host.*{instead}"
+        with pytest.raises(InputError, match=said):
+            check_host_memory(option, [Bare()])
+    check_host_memory("train.offload optimizer", jax.devices())
+
+
+@pytest.mark.parametrize("train", [{"offload": "optimizer"}, {"remat": "offload"}], ids=str)
+def test_programs_ask_for_host_memory(train, monkeypatch):
+    asked = []
+    monkeypatch.setattr(program_module, "check_host_memory", lambda option, devices: asked.append(option))
+    build_program(config("dp=2", 0, "adamw"), jax.devices()[:2])
+    assert asked == []
+    build_program(config("dp=2", 0, "adamw", **train), jax.devices()[:2])
+    assert asked == [f"train.{key} {value}" for key, value in train.items()]

@@ -9,7 +9,7 @@ import pytest
 from layout_table import table
 
 from jaxshard.config import OptimConfig
-from jaxshard.training import optimizer
+from jaxshard.training import optimizer, update
 from jaxshard.training.invariance import compare, compile_quickly, one_step, synthetic_batch, wide_types
 from jaxshard.training.program import build_program
 
@@ -19,6 +19,7 @@ LAYOUTS = {
     "zero 2": ("replica=2,dp=2", 2, {"accumulation": 2}),
     "zero 3": ("dp=2,tp=4", 3, {"sequence_parallel": True}),
 }
+OFFLOADED = {mode: ("dp=2,tp=2", 1, {"offload": "optimizer", "offload_mode": mode}) for mode in ("stream", "host")}
 CLIP = 1e-3
 """Far below the gradient's norm, so that every update is clipped."""
 
@@ -52,6 +53,23 @@ def test_one_update_is_one_devices(name, layout, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
     norm = np.sqrt(sum((g**2).sum() for g in expected.gradients.values()))
     assert expected.norm == pytest.approx(norm, rel=1e-12) and norm > 100 * CLIP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+@pytest.mark.parametrize("mode", OFFLOADED)
+def test_an_update_with_state_in_host_memory_is_one_devices(name, mode):
+    result = compare(updated(name, *OFFLOADED[mode]), alone(name))
+    assert result.faults() == []
+    assert result.worst_update is not None and result.worst_update.update < 1e-9
+
+
+def test_a_layer_that_is_not_written_back_is_seen(monkeypatch):
+    expected, put = alone("lion"), update._put
+    last = lambda stages, x, one, i: update.jnp.where(i == 1, x, put(stages, x, one, i))
+    monkeypatch.setattr(update, "_put", last)
+    faults = compare(updated("lion", *OFFLOADED["stream"]), expected).faults()
+    assert any("update of blocks" in fault for fault in faults)
 
 
 def test_an_update_from_a_clipped_part_is_seen(monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.models import products
 from jaxshard.parallel.precision import POLICIES, LossScale, next_loss_scale
+from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.gradients import gradients
 from jaxshard.training.invariance import compile_quickly, synthetic_batch
 from jaxshard.training.program import Program, build_program
@@ -127,6 +128,29 @@ def test_every_layout_decides_alike():
     assert all(history == histories[0] for history in histories[1:])
     skips = [skipped for _, skipped, _ in histories[0]]
     assert 1 <= skips[-1] < 16 and len({scale for scale, _, _ in histories[0]}) > 2
+
+
+def test_the_scale_and_the_counters_survive_a_checkpoint(tmp_path):
+    made, init, step = fp16(LAYOUTS[1])
+    state, _ = step(init(), batch_of(made))
+    for seed in (1, 2):
+        state, _ = step(with_scale(state, OVERFLOW), batch_of(made, seed))
+    other = fp16(LAYOUTS[2])[0]
+    with Checkpoints(tmp_path, keep=1) as saved:
+        saved.save(3, state, {})
+        resume = lambda made: saved.restore(3, made.abstract, axes=made.logical_axes, sizes={"vocab": V})[0]
+        restored, elsewhere = resume(made), resume(other)
+    for found in (state, restored, elsewhere):
+        assert (float(found.loss_scale.scale), int(found.loss_scale.good)) == (OVERFLOW / 2, 0)
+        assert (int(found.step), int(found.skipped), int(found.skipped_in_row)) == (3, 2, 2)
+    # What follows is the run that was not interrupted: the next overflow, and then a good update.
+    runs = []
+    for now in (state, restored):
+        now, _ = step(now, batch_of(made, 3))
+        assert (float(now.loss_scale.scale), int(now.skipped_in_row)) == (OVERFLOW / 4, 3)
+        runs.append(host(step(with_scale(now, 1024.0), batch_of(made, 4))[0]))
+    assert all(runs[0][name].tobytes() == runs[1][name].tobytes() for name in runs[0])
+    assert (int(runs[1]["skipped"]), int(runs[1]["skipped_in_row"])) == (3, 0)
 
 
 def test_the_scale_does_not_reach_the_update():

@@ -1,6 +1,7 @@
 """Rematerialisation: what is kept falls from policy to policy, gradients stay, and a gathered weight is never kept."""
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,16 +13,20 @@ from layout_table import table
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.insight import absent
-from jaxshard.insight.compile import Compiled, compile_for
+from jaxshard.insight.compile import Compiled
+from jaxshard.insight.confirm import compile_step
 from jaxshard.insight.hardware import parse_target
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.parallel import remat
-from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.gradients import gradients
 from jaxshard.training.invariance import compile_quickly, synthetic_batch
 from jaxshard.training.program import Program, build_program
 
 needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
+needs_gpu = pytest.mark.skipif(
+    not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    reason="GPU compiler not installed (jaxshard[gpu])",
+)
 
 
 def config(mesh: str, zero: int = 0, batch: int = 8, length: int = 32, remat: str = "none", **model: Any) -> Config:
@@ -115,17 +120,23 @@ def test_every_name_exists_in_the_model():
 
 
 @pytest.mark.slow
-@needs_tpu
-def test_on_a_tpu_offload_is_below_full_and_the_rest_is_in_host_memory():
-    target = parse_target("v5e:2x2")
+@pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=needs_tpu), pytest.param("h100:4", marks=needs_gpu)])
+def test_temporaries_fall_and_offload_holds_matmul_outputs_in_host_memory(target):
     seen = {}
     for kind in ("none", "dots", "full", "offload"):
-        sizes = dict(d_model=256, n_heads=2, n_kv_heads=2, d_ff=512)
-        mesh = absent.mesh_for(target, resolve_mesh("dp=4", 4))
-        made = build_program(config("dp=4", length=512, remat=kind, **sizes), absent.devices_for(target), mesh=mesh)
-        compiled = compile_for(target, made.step, made.abstract, made.abstract_batch(), buffers=False)
+        small = config("dp=4", length=512, remat=kind, d_model=256, n_heads=2, n_kv_heads=2, d_ff=512)
+        # Without the buffers TPUs state what lives at a time in all memories, the one on the chip included.
+        compiled = compile_step(small, parse_target(target)).result
         assert isinstance(compiled, Compiled) and compiled.spmd_warnings == ()
         seen[kind] = compiled.memory
-    used = [seen[kind].temporaries for kind in ("none", "dots", "full", "offload")]
-    assert used == sorted(used, reverse=True) and len(set(used)) == 4
-    assert seen["offload"].host > 0 and seen["full"].host == 0
+    none, dots, full, offload = (seen[kind].temporaries for kind in ("none", "dots", "full", "offload"))
+    # TPUs fetch ahead: what comes back from the host takes about what full computes again.
+    assert none > dots > full and offload < (full if target == "h100:4" else dots)
+    # [B / 4, T, width] in fp32 of every layer: query to attention_out, gate and up. The backward pass needs no mlp_out.
+    kept = 4 * 2 * 512 * (5 * 256 + 2 * 512) * 4
+    assert seen["offload"].host == pytest.approx(kept, rel=0.05) and seen["full"].host == 0
+
+
+def test_every_name_is_documented():
+    rows = (Path(__file__).parent.parent / "docs" / "remat.md").read_text().splitlines()
+    assert {row.split("`")[1] for row in rows if row.startswith("| `")} == {*SAVED_NAMES}

@@ -171,7 +171,8 @@ def _memory(target: Target, stats: Any, report: BufferReport | None) -> Memory:
     if target.chip.platform == "tpu":
         # libtpu's temp_size counts on-chip memory, and sometimes the arguments, so it cannot be added up.
         total = report.device_bytes if report else getattr(stats, "total_allocation_bytes", 0)
-        peak = total or max(fixed, stats.peak_memory_in_bytes - host)
+        # Its peak counts arguments and outputs in host memory, and not the temporaries there.
+        peak = total or max(fixed, stats.peak_memory_in_bytes - host_fixed)
     return Memory(arguments, outputs, aliased, max(0, peak - fixed), peak, host)
 
 

@@ -56,11 +56,15 @@ def to_device(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(bring, tree, shardings)
 
 
-def check_host_memory(devices: Sequence[Any]) -> None:
+def check_host_memory(option: str, devices: Sequence[Any]) -> None:
     """Refuses devices without page-locked host memory; devices that are absent are taken at their compiler's word.
 
+    Args:
+        option: what needs it, such as "train.offload optimizer".
+        devices: of the mesh.
+
     Raises:
-        InputError: names the backend and what it has.
+        InputError: names the option, the backend and what it has.
     """
     device = devices[0]
     try:
@@ -68,7 +72,8 @@ def check_host_memory(devices: Sequence[Any]) -> None:
     except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # An absent GPU describes no memories.
         return
     if kinds and HOST_KIND not in kinds:
+        instead = "--train.remat full" if "remat" in option else "--zero 1 to 3 to split the state over more devices"
         raise InputError(
-            f"train.offload optimizer needs {HOST_KIND} memory, and backend {device.platform} has only "
-            f"{', '.join(kinds)}: leave --train.offload out, or use --zero 1 to 3 to split the state over more devices"
+            f"{option} needs {HOST_KIND} memory, and backend {device.platform} has only {', '.join(kinds)}: leave it "
+            f"out, or use {instead}"
         )

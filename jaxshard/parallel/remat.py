@@ -9,6 +9,8 @@
 | names:a,b     | the named activations                         | the rest        |
 
 A gathered weight (ZeRO-3) is never kept: the backward pass gathers it again.
+
+Names of activations are those of `models.layers.SAVED_NAMES`; docs/remat.md says what each is.
 """
 
 from collections.abc import Callable

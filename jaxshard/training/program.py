@@ -19,7 +19,7 @@ from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
-from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, zero_stage
+from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
 from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate
@@ -121,21 +121,20 @@ def build_program(
         InputError: the mesh does not fit the devices, or the model or batch does not fit the mesh.
     """
     shape = resolve_mesh(config.mesh, len(devices))
-    zero = zero_stage(config, shape)
-    config = replace(config, zero=zero)
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
     check_fit(config, arch, shape)
+    jax.config.update("jax_threefry_partitionable", True)  # What is drawn does not depend on the layout.
     if config.train.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
     policy = POLICIES[config.train.precision]
     train = config.train
-    pipeline = plan_pipeline(train, zero, arch, shape)
+    pipeline = plan_pipeline(train, config.zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
     model = describe(arch, shape.stage * shape.model, dealt)
     parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout, found = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
+    layout, found = build_layout(placed, shape, model.weights, config.zero, policy, train.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
@@ -156,8 +155,9 @@ def build_program(
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
     logical = state_logical_axes(model, layout, tx, shapes)
     offload = train.offload == "optimizer"
-    if offload:
-        check_host_memory(list(placed.devices.flat))
+    for option, wanted in (("offload optimizer", offload), ("remat offload", train.remat == "offload")):
+        if wanted:
+            check_host_memory(f"train.{option}", list(placed.devices.flat))
     shardings = state_shardings(layout, shapes, logical, offload)
     part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
     mode = (train.offload_mode or "stream") if offload else None
@@ -201,6 +201,11 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
         raise InputError(
             f"train.global_batch = {train.global_batch} does not divide by {axes or 'dp 1'} x accumulation "
             f"{train.accumulation} = {ways}; try --train.global_batch {near}"
+        )
+    if train.sequence_parallel and shape.model == 1:
+        raise InputError(
+            "train.sequence_parallel splits the sequence over the devices of tensor parallelism, and tp = 1: leave it "
+            "out (or say --train.sequence_parallel false), or use --mesh tp=2,..."
         )
     if train.sequence_parallel and config.data.seq_len % shape.model:
         near = max(1, round(config.data.seq_len / shape.model)) * shape.model
