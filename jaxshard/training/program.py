@@ -19,7 +19,7 @@ from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
-from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated
+from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, zero_stage
 from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate
@@ -121,6 +121,8 @@ def build_program(
         InputError: the mesh does not fit the devices, or the model or batch does not fit the mesh.
     """
     shape = resolve_mesh(config.mesh, len(devices))
+    zero = zero_stage(config, shape)
+    config = replace(config, zero=zero)
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
     check_fit(config, arch, shape)
     jax.config.update("jax_threefry_partitionable", True)  # What is drawn does not depend on the layout.
@@ -128,13 +130,13 @@ def build_program(
         jax.config.update("jax_enable_x64", True)
     policy = POLICIES[config.train.precision]
     train = config.train
-    pipeline = plan_pipeline(train, config.zero, arch, shape)
+    pipeline = plan_pipeline(train, zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
     model = describe(arch, shape.stage * shape.model, dealt)
     parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout, found = build_layout(placed, shape, model.weights, config.zero, policy, train.sequence_parallel, parts)
+    layout, found = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
