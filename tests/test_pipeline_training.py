@@ -283,7 +283,7 @@ def test_what_zero_costs_is_said_to_the_byte(target, zero, gather):
     else:
         assert total("all-gather") == 0
     assert len(lines) == zero - 1
-    assert zero_notes(replace(prog, config=replace(cfg, zero=1))) == []
+    assert zero_notes(replace(prog, layout=replace(prog.layout, zero=1))) == []
 
 
 @needs_gpu

@@ -35,8 +35,8 @@ def compile_step(config: Config, target: Target, tokenizer_size: int | None = No
     shape = resolve_mesh(config.mesh, target.count)
     program = build_program(config, devices, tokenizer_size, mesh=mesh_for(target, shape))
     # Not read from the shardings: those of absent GPUs have no memory kind, as these devices have no memories.
-    host = ((program.offloaded, False),) * 2
-    result = compile_for(target, program.step, program.abstract, program.abstract_batch(), host=host, buffers=buffers)
+    low = (program.offloaded, False)
+    result = compile_for(target, program.step, program.abstract, program.abstract_batch(), host=(low, low), buffers=buffers)
     return Confirmed(program, result)
 
 

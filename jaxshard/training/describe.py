@@ -81,7 +81,7 @@ def zero_notes(program: Program) -> list[str]:
     Bytes are those of one device's layers, whole over the data axis: gradients and parameters in the types in which
     they are reduced and computed with.
     """
-    plan, layout, zero = program.recipe.pipeline, program.layout, program.config.zero
+    plan, layout, zero = program.recipe.pipeline, program.layout, program.layout.zero
     if plan is None or zero < 2 or layout.shape.data == 1:
         return []
     local = lambda a, s: math.prod(local_shape(a.shape, s.base, layout.shape))
