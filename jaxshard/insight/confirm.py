@@ -36,7 +36,8 @@ def compile_step(config: Config, target: Target, tokenizer_size: int | None = No
     program = build_program(config, devices, tokenizer_size, mesh=mesh_for(target, shape))
     # Not read from the shardings: those of absent GPUs have no memory kind, as these devices have no memories.
     low = (program.offloaded, False)
-    result = compile_for(target, program.step, program.abstract, program.abstract_batch(), host=(low, low), buffers=buffers)
+    step, batch = program.step, program.abstract_batch()
+    result = compile_for(target, step, program.abstract, batch, host=(low, low), buffers=buffers)
     return Confirmed(program, result)
 
 
