@@ -110,6 +110,8 @@ def understand(argv: list[str]) -> Invocation:
         raise InputError("--config is given twice: put everything into one file, or override with options")
     first = _parse(command, argv, Config())
     file = first.common.config
+    if file is not None and not file.strip():
+        raise InputError("--config is empty: name a file, or leave it out")
     base = load_config(file) if file else Config()
     folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}").expanduser()
     needs = command.saved_run(first.options)

@@ -192,6 +192,7 @@ def test_a_broken_configuration_of_a_run_is_named(command, capsys):
         ("--fake-devices 0", "fake_devices is 0: it must be positive"),
         ("--config a.yaml --config=b.yaml", "--config is given twice"),
         ("--config nowhere.yaml", "nowhere.yaml: no such file"),
+        ("--config=", "--config is empty"),
         ("eval --checkpoint.every 3", "unknown option --checkpoint.every"),
         ("eval --checkpoint new", "checkpoint is 'new': it must be a whole number"),
         ("generate --top_p 0", "top_p is 0.0: it must be in (0, 1]"),

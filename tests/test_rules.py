@@ -1,8 +1,10 @@
 """The tables: which dim of which weight lies on which mesh axis, and what stays whole."""
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxshard.config import Config, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.rules import (
@@ -14,6 +16,7 @@ from jaxshard.parallel.rules import (
     replicated,
     weight_specs,
 )
+from jaxshard.training.program import build_program
 
 QUERY = (12, 64, 8, 16), ("layers", "embed", "heads", "head_dim")
 MESH = MeshShape(data=4, model=2)
@@ -79,3 +82,11 @@ def test_activations():
 
 def test_local_shape():
     assert local_shape((8, 6, 5), P(("replica", "data"), "model"), MeshShape(replica=2, data=2, model=2)) == (2, 3, 5)
+
+
+def test_weights_that_may_stay_whole_are_checked_by_name():
+    train = TrainConfig(global_batch=2, allow_replicated=("blocks.mlp.upp",))
+    with pytest.raises(
+        InputError, match=r"mlp.upp', but the model has no such weight \(did you mean 'blocks.mlp.up'"
+    ):
+        build_program(Config(mesh="dp=2", model=ModelConfig(vocab_size=16), train=train), jax.devices()[:2])

@@ -4,6 +4,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -12,13 +13,14 @@ from jaxshard import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.config_file import load_config
 from jaxshard.console import Console
-from jaxshard.errors import InputError
+from jaxshard.errors import InputError, RunError
 from jaxshard.insight import present
 from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.search import Candidate
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
 from jaxshard.training import loop
+from jaxshard.training.foresight import explained
 from jaxshard.training.program import build_program
 
 GIB = 2**30
@@ -137,6 +139,15 @@ class Exhausted:
 
     def __call__(self, *args):
         raise jax.errors.JaxRuntimeError(EXHAUSTED)
+
+
+@pytest.mark.parametrize("words", [EXHAUSTED, "INTERNAL: Error dispatching: Out of memory allocating 9 bytes."])
+def test_what_accelerators_and_what_cpus_say(words):
+    ask: Any = SimpleNamespace(remedy=lambda program: "Take dp=8")
+    with pytest.raises(RunError, match=r"^out of memory: .*\. Take dp=8$"), explained(ask, ask):
+        raise jax.errors.JaxRuntimeError(words)
+    with pytest.raises(jax.errors.JaxRuntimeError), explained(ask, ask):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from jaxshard.training.program import Program
 
 AUTO = "auto"
 """Value of --mesh that leaves the layout to the planner."""
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+"""What accelerators, and what CPUs say."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def explained(program: Program, foresight: Foresight):
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         said = str(error).splitlines()[0].strip().rstrip(".")
         raise RunError(f"out of memory: {said}. {foresight.remedy(program)}") from None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxshard.config import Config
-from jaxshard.errors import InputError
+from jaxshard.errors import InputError, nearest
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES, Context
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model, describe
@@ -168,8 +168,23 @@ def build_program(
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
     parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.params))
+    _check_names(train.allow_replicated, weight_paths(model.weights))
     check_replicated(found, parameter_bytes, train.allow_replicated)
     return Program(config, model, layout, recipe, tx, update, found, abstract, logical)
+
+
+def weight_paths(weights: Any) -> list[str]:
+    """Paths of a model's weights, such as blocks.mlp.up."""
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=lambda x: hasattr(x, "axes"))
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
+
+def _check_names(allowed: Sequence[str], paths: Sequence[str]) -> None:
+    for name in allowed:
+        if name not in paths:
+            raise InputError(
+                f"train.allow_replicated names {name!r}, but the model has no such weight{nearest(name, paths)}"
+            )
 
 
 def attention_kernel(arch: Architecture, config: Config, platform: str) -> str:

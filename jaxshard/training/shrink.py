@@ -2,9 +2,6 @@
 
 import math
 from dataclasses import fields, replace
-from typing import Any
-
-import jax
 
 from jaxshard.config import Config, ModelConfig
 from jaxshard.models.presets import Architecture
@@ -12,6 +9,7 @@ from jaxshard.models.transformer import describe
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.pipeline_plan import plan_pipeline
+from jaxshard.training.program import weight_paths
 
 
 def alike(size: int, small: int, *ways: int) -> int:
@@ -43,7 +41,7 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         microbatches=microbatches if plan else None,
         precision="fp64",
         # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
-        allow_replicated=tuple(_paths(describe(arch).weights)),
+        allow_replicated=tuple(weight_paths(describe(arch).weights)),
     )
     return replace(
         config,
@@ -69,11 +67,6 @@ def alone(config: Config) -> Config:
         loss_chunk=config.data.seq_len,
     )
     return replace(config, mesh="dp=1", zero=0, train=train)
-
-
-def _paths(weights: Any) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=lambda x: hasattr(x, "axes"))
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
 
 
 def _model(arch: Architecture, shape: MeshShape, chunks: int, length: int, given: ModelConfig) -> ModelConfig:
