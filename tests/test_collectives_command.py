@@ -1,6 +1,7 @@
 """The command `collectives`: every result is checked, bandwidths are those of nccl-tests, and plans can use the fit."""
 
 import json
+import math
 import os
 import re
 import socket
@@ -223,6 +224,32 @@ def test_a_calibration_of_another_chip_or_no_calibration_is_refused(tmp_path):
         calibrated(parse_target("h100:8"), file)
     with pytest.raises(InputError, match="cannot be read"):
         calibrated(parse_target("h100:8"), tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        *(("fast", value, "fast is .* null or a positive") for value in ("abc", [1], 0, -1, math.inf, math.nan, True)),
+        *(("start", value, "start is .* 0 or a positive") for value in (None, -1e-6, math.nan, False, "0", 10**400)),
+        ("fast", "x" * 500, "and must be"),
+        ("quick", 1.0, "not a calibration"),
+    ],
+)
+def test_a_calibration_with_a_value_that_is_none_is_refused(tmp_path, name, value, must):
+    file = tmp_path / "h100.json"
+    told = calibrate([], parse_target("h100:8")).as_json()
+    told["measured"] |= {name: value}
+    file.write_text(json.dumps(told))
+    with pytest.raises(InputError, match=must) as refused:
+        calibrated(parse_target("h100:8"), file)
+    assert len(str(refused.value)) < 250 + len(str(file))
+
+
+def test_a_calibration_of_a_hundred_thousand_lists_is_refused(tmp_path):
+    file = tmp_path / "h100.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(InputError, match="not a calibration"):
+        calibrated(parse_target("h100:8"), file)
 
 
 # Several processes.

@@ -12,6 +12,7 @@ below zero, each equation divided by its measured time, so that small messages c
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -124,15 +125,29 @@ def write_calibration(found: Calibration, file: Path) -> None:
 def read_calibration(file: Path) -> Calibration:
     """Reads what `write_calibration` wrote. Raises InputError for anything else."""
     try:
-        text = json.loads(file.read_text())
-        assert text.pop("format") == FORMAT
-        return Calibration(**text | {"measured": Measured(**text["measured"])})
+        found: Any = json.loads(file.read_text())
+        known = isinstance(found, dict) and found.pop("format", None) == FORMAT
+        result = Calibration(**found | {"measured": Measured(**found["measured"])}) if known else None
     except OSError as error:
         raise InputError(f"--calibration {file}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
+        result = None
+    if result is None:
         raise InputError(
             f"--calibration {file}: not a calibration; `python run.py collectives --calibration {file}` writes one"
-        ) from None
+        )
+    for name, value in vars(result.measured).items():
+        rate = name in ("fast", "slow")  # which may be missing, and nothing divides by zero
+        if not (rate and value is None) and not _is_positive(value, or_zero=not rate):
+            must = "null or a positive number (bytes a second)" if rate else "0 or a positive number (seconds)"
+            raise InputError(f"--calibration {file}: {name} is {repr(value)[:40]}, and must be {must}; measure again")
+    return result
+
+
+def _is_positive(value: Any, or_zero: bool) -> bool:
+    """Whether what a file holds is a finite number above zero."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (0 < value <= sys.float_info.max or (or_zero and value == 0))
 
 
 def calibrated(target: Target, file: Path, network: str | None = None) -> Target:
