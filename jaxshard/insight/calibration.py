@@ -127,7 +127,7 @@ def read_calibration(file: Path) -> Calibration:
     try:
         found: Any = json.loads(file.read_text())
         known = isinstance(found, dict) and found.pop("format", None) == FORMAT
-        result = Calibration(**found | {"measured": Measured(**found["measured"])}) if known else None
+        result = replace(Calibration(**found), measured=Measured(**found["measured"])) if known else None
     except OSError as error:
         raise InputError(f"--calibration {file}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, RecursionError):
