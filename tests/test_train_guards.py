@@ -70,9 +70,9 @@ def test_a_stop_while_compiling_saves_and_the_run_begins(tmp_path, monkeypatch, 
 
     compile_ = loop._compile
 
-    def stopped(program, console):
+    def stopped(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return compile_(program, console)
+        return compile_(*args)
 
     folder = tmp_path / "run"
     monkeypatch.setattr(loop, "_compile", stopped)
