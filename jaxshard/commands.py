@@ -154,8 +154,8 @@ class ExplainOptions:
     """Hardware to compile for: h100:64, a100:8, h200:8, b200:72, v4:4x4x4, v5e:4x4, v5p:4x4x8, v6e:16x16, cpu:8, or
     local: the devices that are present or faked."""
     report: str | None = None
-    """HTML file to write: mesh, slices of every weight, ledger, memory; by default <output>/report.html if there is
-    such a folder."""
+    """HTML file to write: mesh, slices of every weight, ledger, memory; by default report.html in the folder that
+    --output names, if it is there."""
     lock: str | None = None
     """JSON file of peak bytes, FLOPs and bytes per axis: written if it is not there; else what exceeds it by more than
     the tolerance is printed and the exit code is 1."""
@@ -247,6 +247,7 @@ COMMANDS = (
         "Compile the train step, for absent hardware too, and say why every collective is there.",
         "jaxshard.insight.explain:run",
         ExplainOptions(),
+        wants_given=True,
         reads=(*_DEVICES, *_STEP),
     ),
     Command(

@@ -74,7 +74,7 @@ def test_the_picture_is_written(capsys, tmp_path):
         ("--mesh pp=3 --model.n_layers 4", "4 layers on 3 stages"),
         ("--mesh pp=2,dp=2 --train.microbatches 3", "train.microbatches = 3 does not divide"),
         ("--mesh pp=2 --png /proc/none", "cannot be written"),
-        ("--mesh pp=2,dp=2 --target h100:8", "needs 2 x 2 = 4 devices, and there are 8"),
+        ("--mesh pp=2,dp=2 --target h100:8", "target h100:8 has 8: try --target h100:4 or --mesh pp=2,dp=4"),
     ],
 )
 def test_bad_input_is_one_line(capsys, line, said):

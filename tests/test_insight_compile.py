@@ -19,6 +19,7 @@ from jaxshard.insight.collectives import module_collectives
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for, spmd_warnings
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import GIB, parse_target
+from jaxshard.insight.lock import check_writable
 from jaxshard.insight.loops import Scope
 from jaxshard.parallel.mesh import MeshShape
 
@@ -30,7 +31,7 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-def layered(target, layers=4, d=256, f=1024, batch=8, t=128):
+def layered(target, layers=4, d=256, f=1024, batch=8, t=128, buffers=True):
     """A scan of column/row pairs, ZeRO-3 over data and tensor parallel over model, forward and backward."""
     mesh = mesh_for(target, MeshShape(data=target.count // 2, model=2))
     spec = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
@@ -53,7 +54,8 @@ def layered(target, layers=4, d=256, f=1024, batch=8, t=128):
 
     up = array((layers, d, f), None, "data", "model")
     down = array((layers, f, d), None, "model", "data")
-    return compile_for(target, jax.jit(step), up, down, array((batch * target.count // 2, t, d), "data"))
+    x = array((batch * target.count // 2, t, d), "data")
+    return compile_for(target, jax.jit(step), up, down, x, buffers=buffers)
 
 
 def test_cpu_program():
@@ -141,6 +143,14 @@ def test_refusals_are_read(message, needs, available):
     assert compile._refusal(parse_target("v5e:2x4"), "INTERNAL: bug") is None
 
 
+@needs_gpu
+def test_an_array_beyond_64_bits_does_not_fit():
+    target = parse_target("h100:8")
+    here = NamedSharding(mesh_for(target, MeshShape(data=8)), PartitionSpec())
+    x = jax.ShapeDtypeStruct((1, 2_000_000_000, 4, 500_000_000), jnp.float32, sharding=here)
+    assert isinstance(compile_for(target, jax.jit(lambda x: x + 1), x), DoesNotFit)
+
+
 def test_standard_error_is_captured_below_python(capfd):
     with captured_stderr() as said:
         os.write(2, b"from native code\n")
@@ -163,8 +173,18 @@ def test_missing_compiler_names_the_extra(name, extra, monkeypatch):
     ("line", "words"),
     [
         ("--target h1000:8", ("unknown chip 'h1000'", "did you mean 'h100'")),
-        ("--target cpu:4 --mesh dp=8", ("needs 8 devices, and there are 4", "--mesh dp=4")),
-        ("--target cpu:8 --mesh dp=3,tp=2", ("3 x 2 = 6 devices", "--mesh dp=4,tp=2")),
+        ("--target cpu:4 --mesh dp=8", ("needs 8 devices, and target cpu:4 has 4: try --target cpu:8 or --mesh dp=4",)),
+        ("--target cpu:8 --mesh dp=3,tp=2", ("needs 6 devices", "--target cpu:6 or --mesh dp=4,tp=2")),
+        ("--target cpu:8 --mesh tp=3,dp=-1", ("needs 3 devices or a multiple", "try --target cpu:3")),
+        ("--target cpu:8 --fake-devices 4", ("--fake_devices 4 and --target cpu:8 both say",)),
+        ("--target h100:8 --devices cpu", ("--devices cpu and --target h100:8 both say",)),
+        ("--report /proc/none/a.html", ("--report /proc/none/a.html: cannot be written",)),
+        ("--report .", ("--report .: cannot be written (Is a directory)",)),
+        ("--lock none/a.json", ("--lock none/a.json: cannot be written",)),
+        ("--png /proc/none", ("--png /proc/none: cannot be written", "another folder")),
+        ("--lock=", ("--lock is empty: name a file",)),
+        ("--report=", ("--report is empty",)),
+        ("--png=", ("--png is empty: name a folder",)),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_fix(line, words, capsys, monkeypatch, tmp_path):
@@ -172,6 +192,16 @@ def test_bad_input_is_one_line_that_names_the_fix(line, words, capsys, monkeypat
     assert cli.run(["explain", *line.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_to_write_are_tried_and_nothing_stays(tmp_path):
+    check_writable("--report", tmp_path / "new" / "deep" / "a.html")
+    check_writable("--png", tmp_path / "new", folder=True)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.html").write_text("kept")
+    check_writable("--report", tmp_path / "old.html")
+    assert (tmp_path / "old.html").read_text() == "kept"
 
 
 def test_mesh_must_use_the_target():
@@ -298,6 +328,7 @@ def test_absent_tpu():
     assert {one.count for one in gathers} == {4}
     assert result.buffers is not None
     assert result.memory.peak == result.buffers.device_bytes
+    assert layered(parse_target("v5e:2x4"), buffers=False).memory == result.memory  # plan's figure is explain's
 
 
 @needs_tpu

@@ -90,3 +90,61 @@ def test_two_explanations_are_compared(command, small, capsys):
     assert "no difference" in capsys.readouterr().out
     assert command("explain --compare a.json c.json") == 2
     assert "explain --json > c.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3", "{}", "[" * 100_000, *(json.dumps({"figures": bad}) for bad in (3, [], {"memory.peak": "x"}, {"a": True}))],
+)
+def test_what_is_no_lock_is_refused_before_compiling(text, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(explain, "explain_config", lambda *_: pytest.fail("compiled"))
+    (tmp_path / "a.json").write_text(text)
+    assert cli.run(["explain", "--lock", str(tmp_path / "a.json")]) == 2
+    error = capsys.readouterr().err
+    assert "not what explain --lock writes" in error and error.count("\n") == 1
+
+
+def test_a_folder_is_no_lock(tmp_path, capsys):
+    assert cli.run(["explain", "--lock", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+ROW = {"reason": "a", "kind": "all-reduce", "axes": ["data"], "bytes": 1, "count": 1}
+GOOD = {"memory": {"peak": 1}, "bytes_by_axis": {}, "flops": 1.0, "collectives": [ROW]}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"collectives": []},
+        *(GOOD | {"collectives": [{**ROW, name: None}]} for name in ROW),
+        GOOD | {"memory": {"peak": "x"}},
+        GOOD | {"flops": None},
+    ],
+)
+def test_what_is_no_explanation_is_not_compared(bad, tmp_path, capsys):
+    for name, held in (("good.json", GOOD), ("bad.json", bad)):
+        (tmp_path / name).write_text(json.dumps(held))
+    files = [str(tmp_path / name) for name in ("good.json", "bad.json")]
+    assert cli.run(["explain", "--compare", *files]) == 2
+    error = capsys.readouterr().err
+    assert "bad.json: not what explain --json prints" in error and error.count("\n") == 1
+    assert cli.run(["explain", "--compare", files[0], files[0]]) == 0
+
+
+def test_a_report_goes_into_the_folder_that_is_named_and_no_other(command, capsys):
+    for folder in ("runs/default", "mine"):
+        Path(folder).mkdir(parents=True)
+    assert command("explain") == 0
+    assert not Path("runs/default/report.html").exists()
+    assert command("explain --output mine") == 0
+    assert Path("mine/report.html").exists()
+
+
+def test_long_lists_of_weights_are_cut_in_a_pipe(command, small, capsys):
+    names = (
+        "blocks.attention.key or blocks.attention.value, blocks.mlp.down or blocks.mlp.gate or blocks.mlp.up and 2 more"
+    )
+    assert command("explain", replace(small, rows=tuple(replace(row, parameters=names) for row in small.rows))) == 0
+    said = capsys.readouterr().out
+    assert "blocks.attention.key, blocks.attention.value … and 5 more (" in said and "mlp.gate" not in said

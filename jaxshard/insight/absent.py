@@ -6,6 +6,7 @@ machine, as long as jax itself keeps to the CPU.
 
 import faulthandler
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -19,8 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxshard.errors import InputError
-from jaxshard.insight.hardware import Target
-from jaxshard.parallel.mesh import MeshShape, build_mesh, open_devices
+from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.parallel.mesh import MeshShape, build_mesh, open_devices, parse_mesh, resolve_mesh
 
 _GPU_COMMON = (
     "threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 threads_per_core_limit: 2048 "
@@ -76,6 +77,36 @@ def devices_for(target: Target) -> list[Any]:
     if target.chip.platform == "cpu":
         return open_devices(None, "cpu", target.count)
     return list(_absent_devices(target))
+
+
+def shape_for(target: Target, mesh: str | None) -> MeshShape:
+    """Sizes of the axes on the devices of a target.
+
+    Raises:
+        InputError: the mesh text is wrong, or does not use exactly the target's devices.
+    """
+    sizes = parse_mesh(mesh)
+    needs = math.prod(size for size in sizes.values() if size != -1)
+    filled = -1 in sizes.values()
+    if target.name == "local" or needs == target.count or (filled and target.count % needs == 0):
+        return resolve_mesh(mesh, target.count)
+    others = {axis: size for axis, size in sizes.items() if axis != "data" and size != -1}
+    ways = math.prod(others.values())
+    hints = [f"--target {name}" for name in [f"{target.chip.name}:{needs}"] if _is_target(name)]
+    if target.count % ways == 0:
+        rest = MeshShape(**others, data=target.count // ways)
+        hints.append(f"--mesh {rest}")
+    raise InputError(
+        f"--mesh {mesh!r} needs {needs} devices{' or a multiple' if filled else ''}, and target {target.name} has "
+        f"{target.count}: try {' or '.join(hints) or 'other sizes'}"
+    )
+
+
+def _is_target(name: str) -> bool:
+    try:
+        return bool(parse_target(name))
+    except InputError:
+        return False
 
 
 def mesh_for(target: Target, shape: MeshShape) -> Mesh:

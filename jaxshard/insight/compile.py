@@ -21,6 +21,8 @@ _REFUSALS = (
     re.compile(rf"\({_SIZE.format('needs')}\) exceeds available \w+ \({_SIZE.format('has')}\)"),
     re.compile(rf"Used {_SIZE.format('needs')} of {_SIZE.format('has')} "),
 )
+_TOO_MUCH = ("RESOURCE_EXHAUSTED", "overflow in static extent product")
+"""Of refusals for want of memory; the second: an array of more bytes than 64 bits count."""
 _SPMD = re.compile(r"\[SPMD\] Involuntary full rematerialization\..*")
 
 
@@ -35,7 +37,7 @@ class Memory:
     temporaries: int
     peak: int
     """Device memory that one run takes: arguments + outputs - aliased + temporaries, as far as the compiler states it
-    (TPU on jax before 0.12 without a dump: the largest sum of live buffers, without gaps between them)."""
+    (TPU without a dump: the largest sum of live buffers, without gaps between them)."""
     host: int
     """Pinned host memory of arguments, outputs and temporaries."""
 
@@ -102,7 +104,8 @@ def compile_for(
         host: (arguments, outputs): trees of bools, or prefixes of them, that say which live in pinned host memory.
             Needed for absent GPUs only: jax drops the memory kind of their shardings without a word, because these
             devices have no memories. Inside the function, move arrays with `jax.device_put(x, jax.memory.Space.Host)`.
-        buffers: also read the buffer assignment (exact device bytes, largest temporaries).
+        buffers: also read the buffer assignment (largest temporaries); for TPUs it is always read, as only it says
+            how many bytes their compiler holds against a device's memory.
         options: XLA compiler options.
 
     Raises:
@@ -115,12 +118,13 @@ def compile_for(
             _mark_host(lowered, args, host)
     lowered_at = time.perf_counter()
     said = Captured()
+    buffers = buffers or target.chip.platform == "tpu"
     with tempfile.TemporaryDirectory(prefix="jaxshard-dump-") as folder:
         chosen = {**(options or {}), **({"xla_dump_to": folder, **DUMP_OPTIONS} if buffers else {})}
         try:
             with captured_stderr() as said:
                 executable = lowered.compile(compiler_options=chosen or None)
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # jax's own is one, and what it makes of too large numbers is only that
             refusal = _refusal(target, str(error))
             if refusal is None:
                 raise
@@ -178,7 +182,7 @@ def _memory(target: Target, stats: Any, report: BufferReport | None) -> Memory:
 
 def _refusal(target: Target, message: str) -> DoesNotFit | None:
     """Reads "exceeds available HBM" and its relatives; None for other failures."""
-    if "RESOURCE_EXHAUSTED" not in message:
+    if not any(mark in message for mark in _TOO_MUCH):
         return None
     for pattern in _REFUSALS:
         match = pattern.search(message)

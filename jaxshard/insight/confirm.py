@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from jaxshard.config import Config
 from jaxshard.errors import InputError
-from jaxshard.insight.absent import devices_for, mesh_for
+from jaxshard.insight.absent import devices_for, mesh_for, shape_for
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for
 from jaxshard.insight.hardware import Target
-from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.program import Program, build_program
 
 
@@ -32,7 +31,7 @@ def compile_step(config: Config, target: Target, tokenizer_size: int | None = No
         InputError: the compiler is not installed, or the configuration does not fit the target's devices.
     """
     devices = devices_for(target)
-    shape = resolve_mesh(config.mesh, target.count)
+    shape = shape_for(target, config.mesh)
     program = build_program(config, devices, tokenizer_size, mesh=mesh_for(target, shape))
     # Not read from the shardings: those of absent GPUs have no memory kind, as these devices have no memories.
     low = (program.offloaded, False)

@@ -19,12 +19,13 @@ from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import Target, parse_target
 from jaxshard.insight.ledger import Row, bytes_by_axis, rows
-from jaxshard.insight.lock import differences, hold
+from jaxshard.insight.lock import check_writable, differences, hold, read_lock
 from jaxshard.insight.loops import Scope
 from jaxshard.insight.planner import BYTE_TOKENS
 from jaxshard.insight.schedule_view import show_schedule
 from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
 from jaxshard.insight.tables import show, show_differences
+from jaxshard.options import Given
 from jaxshard.parallel.mesh import open_devices
 from jaxshard.parallel.rules import Replicated
 from jaxshard.training.program import Program
@@ -253,6 +254,20 @@ def _compiler(platform: str) -> str:
     return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
+def _check_options(target: str, files: dict[str, str | None], given: Given) -> None:
+    """Refuses, before anything is compiled, files that cannot be written and options that a target makes idle."""
+    for name in ("devices", "fake_devices"):
+        if name in given.options and target.strip().lower() != "local":
+            raise InputError(
+                f"--{name} {given.options[name]} and --target {target} both say what the devices are: drop one"
+            )
+    for name, text in files.items():
+        if text is not None and not text.strip():
+            raise InputError(f"--{name} is empty: name a {'folder' if name == 'png' else 'file'}, or leave it out")
+        if text is not None:
+            check_writable(f"--{name}", Path(text), folder=name == "png", parents=name != "lock")
+
+
 def run(
     config: Config,
     *,
@@ -265,8 +280,12 @@ def run(
     compare: tuple[str, str] | None,
     schedule: bool,
     png: str | None,
+    given: Given,
 ) -> dict[str, Any]:
     """Explains a configuration's train step, compares two explanations, or draws the pipeline; see `ExplainOptions`."""
+    own = f"{config.output}/report.html" if "output" in given.options and Path(config.output or "").is_dir() else None
+    report = own if report is None else report
+    _check_options(target, {"report": report, "lock": lock, "png": png}, given)
     if schedule:
         return show_schedule(config, target, console, png)
     if compare:
@@ -274,21 +293,21 @@ def run(
         show_differences(compare, figures, reasons, console)
         changes = [{"name": name, "first": a, "second": b} for name, a, b in (*figures, *reasons)]
         return {"compared": list(compare), "changes": changes}
+    kept = read_lock(lock) if lock else None
     found = explain_config(config, target, threshold)
     show(found, console)
     result = found.to_dict()
     code = 0 if found.ok else 1
     if lock:
-        said, over = hold(result, lock, tolerance)
+        said, over = hold(result, lock, kept, tolerance)
         console.line(said)
         for sentence in over:
             console.line(f"exceeds the lock: {sentence}", style="red")
         result["exceeded"] = over
         code = 1 if over else code
-    file = report or (f"{config.output}/report.html" if config.output and Path(config.output).is_dir() else None)
-    if file:
-        found.report(file)
-        console.line(f"report: {file}")
+    if report:
+        found.report(report)
+        console.line(f"report: {report}")
     if png:
         console.line(f"pictures: {len(found.pictures(png))} in {png}")
     return {**result, "exit_code": code}

@@ -1,7 +1,9 @@
 """Two explanations compared, and one held against a lock file: peak bytes, FLOPs and bytes per axis."""
 
 import json
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +39,22 @@ def exceeded(result: Mapping[str, Any], lock: Mapping[str, Any], tolerance: floa
     return found
 
 
-def hold(result: Mapping[str, Any], file: str, tolerance: float) -> tuple[str, list[str]]:
-    """Writes a lock file, or holds a result against the one that is there.
+def hold(
+    result: Mapping[str, Any], file: str, lock: Mapping[str, Any] | None, tolerance: float
+) -> tuple[str, list[str]]:
+    """Holds a result against a lock, or writes it to the file where there is none yet.
 
     Returns a sentence, and what exceeds the lock.
 
     Raises:
-        InputError: the file cannot be written or is no lock file, or is one of another target, mesh or ZeRO stage.
+        InputError: the file cannot be written, or is one of another target, mesh or ZeRO stage.
     """
-    path = Path(file)
-    if not path.exists():
+    if lock is None:
         try:
-            path.write_text(json.dumps(locked(result), indent=2) + "\n")
+            Path(file).write_text(json.dumps(locked(result), indent=2) + "\n")
         except OSError as error:
             raise InputError(f"--lock {file}: cannot be written ({error.strerror}); name a file in a folder") from None
         return f"locked in {file}", []
-    lock = _read(path, "--lock", "figures")
     for name in ("target", "mesh", "zero"):
         if lock.get(name) != result[name]:
             raise InputError(
@@ -61,13 +63,43 @@ def hold(result: Mapping[str, Any], file: str, tolerance: float) -> tuple[str, l
     return f"held against {file}", exceeded(result, lock, tolerance)
 
 
+def read_lock(file: str) -> dict[str, Any] | None:
+    """Reads a lock file, None where there is none yet. Raises InputError when it is no lock file."""
+    return _read(Path(file), "--lock", _is_lock) if Path(file).exists() else None
+
+
+def check_writable(option: str, path: Path, folder: bool = False, parents: bool = True) -> None:
+    """Checks that a file, or files in a folder, can be written later; leaves nothing behind.
+
+    Args:
+        option: that names it.
+        path: the file, or the folder.
+        folder: whether it is a folder.
+        parents: whether folders that are not there will be made.
+
+    Raises:
+        InputError: it cannot.
+    """
+    try:
+        if path.exists() and not folder:
+            path.open("ab").close()
+            return
+        place = path if folder else path.parent
+        while parents and not place.exists():
+            place = place.parent
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        what = "folder" if folder else "file"
+        raise InputError(f"{option} {path}: cannot be written ({error.strerror}); name another {what}") from None
+
+
 def differences(first: str, second: str) -> tuple[list[tuple[str, float, float]], list[tuple[str, int, int]]]:
     """Figures that differ between two files, and bytes by reason that differ.
 
     Raises:
         InputError: a file is missing or is not what `explain --json` prints.
     """
-    a, b = (_read(Path(file), "--compare", "collectives") for file in (first, second))
+    a, b = (_read(Path(file), "--compare", _is_explanation) for file in (first, second))
     one, two = figures(a), figures(b)
     changed = [
         (name, one.get(name, 0), two.get(name, 0))
@@ -91,15 +123,40 @@ def _by_reason(result: Mapping[str, Any]) -> dict[str, int]:
     return total
 
 
-def _read(path: Path, option: str, needed: str) -> dict[str, Any]:
+def _read(path: Path, option: str, is_right: Callable[[Any], bool]) -> dict[str, Any]:
+    writes = "--lock writes" if is_right is _is_lock else "--json prints"
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}; make one with explain --json > {path.name}") from None
-    except ValueError:
+        how = "name a file" if path.is_dir() else f"make one with explain --json > {path.name}"
+        raise InputError(f"{option} {path}: cannot be read ({error.strerror}); {how}") from None
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or needed not in found:
-        raise InputError(
-            f"{option} {path}: not what explain {'--lock writes' if needed == 'figures' else '--json prints'}"
-        )
+    if not is_right(found):
+        raise InputError(f"{option} {path}: not what explain {writes}; name another file, or make it again")
     return found
+
+
+def _is_lock(found: Any) -> bool:
+    return isinstance(found, dict) and _are_numbers(found.get("figures"))
+
+
+def _is_explanation(found: Any) -> bool:
+    """Whether everything is there that two explanations are compared by."""
+    if not isinstance(found, dict) or not isinstance(found.get("collectives"), list):
+        return False
+    figures = [found.get("memory"), found.get("bytes_by_axis"), {"flops": found.get("flops")}]
+    return all(map(_are_numbers, figures)) and all(map(_is_row, found["collectives"]))
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("axes"), list):
+        return False
+    texts = [row.get("reason"), row.get("kind"), *row["axes"]]
+    return all(isinstance(text, str) for text in texts) and _are_numbers({k: row.get(k) for k in ("bytes", "count")})
+
+
+def _are_numbers(found: Any) -> bool:
+    """Whether it is a table of finite numbers, none below zero."""
+    number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x <= sys.float_info.max
+    return isinstance(found, dict) and all(map(number, found.values()))

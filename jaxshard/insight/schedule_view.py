@@ -8,6 +8,7 @@ from typing import Any
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
+from jaxshard.insight.absent import shape_for
 from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.planner import BYTE_TOKENS
 from jaxshard.models.presets import architecture
@@ -104,7 +105,7 @@ def _shape(config: Config, target: str) -> MeshShape:
     """The mesh; devices are counted only where an axis is left open or a target is named."""
     sizes = list(parse_mesh(config.mesh).values())
     if target.strip().lower() != "local":
-        return resolve_mesh(config.mesh, parse_target(target).count)
+        return shape_for(parse_target(target), config.mesh)
     if -1 in sizes:
         return resolve_mesh(config.mesh, len(open_devices(config.mesh, config.devices, config.fake_devices)))
     return resolve_mesh(config.mesh, math.prod(sizes))

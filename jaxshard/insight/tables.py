@@ -1,5 +1,6 @@
 """Explanations on the console."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def show(found: "Explanation", console: Console) -> None:
     console.table(
         "Collectives of one step (bytes: the full logical result of one call, on one device)",
         ("kind", "axes", "bytes", "calls", "reason", "source", "runs meanwhile"),
-        [_cells(row) for row in sorted(rows, key=lambda row: -row.total)],
+        [_cells(row, brief=not console.interactive) for row in sorted(rows, key=lambda row: -row.total)],
     )
     if book:
         total = sum(row.total for row in book)
@@ -63,13 +64,24 @@ def too_large(found: "Explanation") -> str:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, brief: bool) -> tuple[str, ...]:
+    """One line of the ledger; brief in a pipe, where no cell is folded."""
     bound = f"up to {row.count}" if "only when taken" in row.note else f"{row.count} or more"
     calls = str(row.count) if row.exact else bound
     meanwhile = row.overlap or "nothing" if row.is_async else "-"
     reason = f"{row.reason}; {row.note}" if row.note else row.reason
-    source = f"{row.parameters} ({row.source})" if row.parameters and row.source else row.parameters or row.source
+    weights = _first_weights(row.parameters) if brief else row.parameters
+    source = f"{weights} ({row.source})" if weights and row.source else weights or row.source
     return row.kind, axes_text(row.axes), size_text(row.bytes), calls, reason, source, meanwhile
+
+
+def _first_weights(names: str, width: int = 60) -> str:
+    """As many names of weights as fit, and how many are left: "a or b, c and 2 more" -> "a … and 4 more"."""
+    listed, _, rest = names.partition(" and ")
+    each = re.split(", | or ", listed)
+    more = len(each) + int(rest.split()[0] if rest else 0)
+    fits = max([n for n in range(1, len(each) + 1) if len(", ".join(each[:n])) <= width], default=1)
+    return names if len(names) <= width else f"{', '.join(each[:fits])} … and {more - fits} more"
 
 
 def _show_memory(found: "Explanation", console: Console) -> None:
