@@ -15,11 +15,12 @@ from jaxshard.insight import host_memory, planner, ranking
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.hardware import CHIPS, parse_target
-from jaxshard.insight.search import Pins, apply, candidates
+from jaxshard.insight.search import Candidate, Pins, apply, candidates, divisors, pins_of
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
-from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.program import check_fit
 
 GIB = 2**30
@@ -111,9 +112,15 @@ def test_every_candidate_passes_the_checks_of_training_and_none_is_double():
     target = parse_target("h100:16")
     found = candidates(config, arch, target, Pins({}, {}), offload=False)
     assert len(set(found)) == len(found)
+    pipelines = set()
     for candidate in found:
         assert candidate.shape.devices == 16
-        check_fit(apply(config, candidate), arch, candidate.shape)
+        laid = apply(config, candidate)
+        check_fit(laid, arch, candidate.shape)
+        key = (candidate.shape, laid.train.microbatches, laid.train.schedule, laid.train.virtual_stages)
+        if key not in pipelines:
+            pipelines.add(key)
+            plan_pipeline(laid.train, candidate.zero, arch, candidate.shape)
     assert {c.zero for c in found} == {0, 1, 2, 3}
     assert {c.shape.model for c in found} == {1, 2, 4}
     assert {c.shape.stage for c in found} == {1, 2, 4}
@@ -213,6 +220,60 @@ def test_what_a_file_says_is_overridden_where_the_plan_differs(tmp_path, capsys)
     assert (config.zero, config.train.accumulation, config.train.remat) == (0, 1, "none")
 
 
+OWN = (
+    "mesh: pp=4,dp=2\nzero: 3\nfake_devices: 4\ntrain: {offload: optimizer, offload_mode: host, pipeline_gather: step}"
+)
+
+
+def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(OWN)
+    _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--json")
+    configs = [cli.understand(shlex.split(each["command"])[2:]).config for each in json.loads(out)["plans"]]
+    assert {config.fake_devices for config in configs} == {None}
+    assert {config.train.offload_mode for config in configs} == {None}
+    assert {config.train.pipeline_gather for config in configs if "pp" not in (config.mesh or "")} == {None}
+    _, out, _ = plan(capsys, *LLAMA, "--fake_devices", "4", "--target", "h100:8", "--best")
+    assert "fake_devices" not in out
+
+
+def test_an_option_of_some_layouts_leaves_only_those(capsys):
+    _, out, _ = plan(capsys, *LLAMA, "--train.pipeline_gather", "step", "--target", "h100:8", "--json")
+    for each in json.loads(out)["plans"]:
+        assert each["zero"] == 3 and "pp" in each["mesh"]
+        assert cli.understand(shlex.split(each["command"])[2:]).config.train.pipeline_gather == "step"
+    pins = pins_of(Config(train=TrainConfig(offload="optimizer", offload_mode="host")), {"train.offload_mode": "host"})
+    assert str(pins) == "--train.offload_mode host"
+    own = Candidate(MeshShape(data=8), 1, "none")
+    assert pins.allows(replace(own, offload="optimizer")) and not pins.allows(own)
+
+
+NARROW = ("--model.family", "llama", "--model.d_model", "60", "--model.d_ff", "100", "--model.n_heads", "3")
+
+
+def test_weights_that_may_stay_whole(capsys):
+    arguments = (*NARROW, "--model.n_layers", "1", "--target", "h100:8", "--zero", "1", "--confirm", "0", "--best")
+    code, _, err = plan(capsys, *arguments)
+    assert code == 2
+    assert "cannot be sharded as --zero asks: blocks.attention.key: no dim of" in err
+    allowed = re.search(r"--train\.allow_replicated '(\[.*?\])'", err)
+    assert allowed
+    code, out, _ = plan(capsys, *arguments, "--train.allow_replicated", allowed[1])
+    assert (code, "--mesh dp=8 --zero 1" in out) == (0, True)
+
+
+def test_short_times_have_their_unit(capsys):
+    _, out, _ = plan(capsys, *NARROW, "--model.n_layers", "1", "--target", "h100:8", "--confirm", "0")
+    assert re.search(r"\d us +- ", out)
+    assert not re.search(r" 0\.00 |\(.* 0 -> 0 ms", out)
+
+
+def test_divisors():
+    assert divisors(1) == (1,)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert len(divisors(2_000_000_000)) == 110
+
+
 def test_best_prints_the_command_alone(capsys):
     code, out, err = plan(capsys, *LLAMA, "--target", "h100:8", "--best")
     assert (code, err) == (0, "")
@@ -252,7 +313,30 @@ def test_fewest_devices(capsys):
             ("--target", "h100:8", "--train.microbatches", "4", "--mesh", "dp=8", "--zero", "1"),
             ("--mesh dp=8 or --train.microbatches 4 stands in the way",),
         ),
-        (("--target", "h100:8", "--train.accumulation", "3"), ("--train.accumulation 3 stands in the way",)),
+        (
+            ("--target", "h100:8", "--train.accumulation", "3"),
+            ("64 does not divide by dp 8 x accumulation 3", "--train.accumulation 3 stands in the way"),
+        ),
+        (
+            ("--target", "h100:8", "--train.microbatches", "7"),
+            ("train.microbatches = 7 does not divide the 64", "--train.microbatches 7 stands in the way"),
+        ),
+        (
+            ("--target", "h100:8", "--mesh", "dp=8", "--train.pipeline_gather", "step"),
+            ("without stages there is no pipeline", "--train.pipeline_gather step stands in the way"),
+        ),
+        (
+            ("--target", "h100:8", "--zero", "1", "--train.pipeline_gather", "step"),
+            ("with --zero 1 every stage holds its parameters whole",),
+        ),
+        (
+            ("--target", "h100:8", "--train.schedule", "gpipe", "--train.virtual_stages", "2"),
+            ("schedule gpipe keeps the layers of a stage in one piece",),
+        ),
+        (("--target", "h100:8", "--memory_limit", "1e-9"), ("a device has more than that: raise the limit",)),
+        (("--target", "h100:8", "--train.precision", "fp32", "--model.attention", "cudnn"), ("16-bit precision",)),
+        (("--target", "cpu:8", "--model.attention", "cudnn"), ("needs a GPU",)),
+        (("--target", "h100:8", "--model.vocab_size", "100"), ("vocab_size is 100", "has 257 tokens")),
     ],
 )
 def test_bad_input(capsys, arguments, words):
@@ -262,6 +346,13 @@ def test_bad_input(capsys, arguments, words):
     assert err.count("\n") == 1
     for word in words:
         assert word in err
+
+
+def test_an_unknown_recomputation_is_all_that_is_said(capsys):
+    code, _, err = plan(capsys, *LLAMA, "--target", "h100:8", "--train.remat", "foo")
+    assert code == 2
+    assert "'foo' is not known" in err
+    assert "in the way" not in err
 
 
 def test_a_model_that_fits_nowhere_names_the_smallest_hardware(capsys):

@@ -6,6 +6,7 @@ from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.host_memory import host_limit
 from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import PREFERENCE, Scored, Search
+from jaxshard.insight.roofline import seconds_text
 from jaxshard.insight.search import REMATS, Candidate
 from jaxshard.parallel.mesh import MeshShape
 
@@ -95,10 +96,9 @@ def choice(search: Search, c: Candidate) -> Iterator[str]:
         yield f"tp={s.model} splits every layer {inside}, where two reductions a layer and direction are cheap."
     if s.stage > 1:
         chunks = f", {c.virtual_stages} chunks each" if c.virtual_stages else ""
-        yield (
-            f"pp={s.stage} cuts the layers into stages{chunks}; only activations travel between them, and "
-            f"{c.microbatches} microbatches keep them busy."
-        )
+        one = c.microbatches == 1
+        work = "one microbatch visits one after the other" if one else f"{c.microbatches} microbatches keep them busy"
+        yield f"pp={s.stage} cuts the layers into stages{chunks}; only activations travel between them, and {work}."
     if s.replica > 1:
         yield (
             f"replica={s.replica} keeps the shards' collectives off the slowest network; gradients are all-reduced "
@@ -176,4 +176,7 @@ def _neighbours(c: Candidate) -> Iterator[tuple[str, Matches]]:
 def _difference(plan: Scored, other: Scored) -> str:
     """The part of the step that grows most."""
     grows = max(PARTS, key=lambda name: other.parts[name] - plan.parts[name])
-    return f"{PARTS[grows]} {1e3 * plan.parts[grows]:,.0f} -> {1e3 * other.parts[grows]:,.0f} ms"
+    before, after = plan.parts[grows], other.parts[grows]
+    if after >= 0.1:
+        return f"{PARTS[grows]} {1e3 * before:,.0f} -> {1e3 * after:,.0f} ms"
+    return f"{PARTS[grows]} {seconds_text(before)} -> {seconds_text(after)}"

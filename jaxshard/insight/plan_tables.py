@@ -54,11 +54,16 @@ def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
         gib(memory.buffers),
         gib(memory.total),
         gib(plan.compiled_peak) if plan.compiled_peak else "-",
-        f"{plan.seconds:.2f}" if plan.seconds else "-",
-        f"{plan.timeline.seconds:.2f}" if plan.timeline else "-",
+        _seconds(plan.seconds) if plan.seconds else "-",
+        _seconds(plan.timeline.seconds) if plan.timeline else "-",
         f"{tokens / plan.seconds:,.0f}" if plan.seconds else "-",
         f"{100 * plan.mfu:.0f} %" if plan.mfu else "-",
     )
+
+
+def _seconds(seconds: float) -> str:
+    """In seconds; what is short has its unit beside it."""
+    return f"{seconds:.2f}" if seconds >= 0.1 else seconds_text(seconds)
 
 
 def time_lines(plans: "list[Plan]") -> list[str]:

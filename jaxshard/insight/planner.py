@@ -24,11 +24,12 @@ from jaxshard.insight.memory import gib
 from jaxshard.insight.plan_tables import model_name, show
 from jaxshard.insight.ranking import PREFERENCE, Scored, Search, limit_of
 from jaxshard.insight.refusal import refused, searched
-from jaxshard.insight.search import SEARCHED, Candidate, apply, pins_of
+from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
 from jaxshard.insight.timeline import Timeline, timeline
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import AXES
+from jaxshard.training.program import attention_kernel
 
 BYTE_TOKENS = 257
 """Vocabulary of the default tokenizer (data.tokenizer bytes)."""
@@ -100,6 +101,7 @@ def run(
         hardware = calibrated(hardware, Path(calibration), network)
     config, notes = _with_precision(config, hardware, given)
     arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
+    _runs(config, arch, hardware)
     found = find(config, arch, hardware, given, memory_limit, fewest)
     plans, more = offered(found, given, confirm)
     if best:
@@ -263,15 +265,22 @@ def command_line(config: Config, candidate: Candidate, given: Given) -> str:
         given: the user's own options.
     """
     chosen: dict[str, str | None] = {"mesh": str(candidate.shape)}
-    values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
-    defaults = {"zero": Config().zero} | {f"train.{k}": v for k, v in vars(Config().train).items()}
-    for option, name in SEARCHED.items():
-        value = getattr(candidate, name)
+    final, values, defaults = (
+        {"zero": each.zero} | {f"train.{k}": v for k, v in vars(each.train).items()}
+        for each in (apply(config, candidate), config, Config())
+    )
+    for option in (*SEARCHED, *DEPENDENT):
+        value = final[option]
         if value != defaults[option] or value != values[option]:
             chosen[option] = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if config.train.precision != defaults["train.precision"] and "train.precision" not in given.options:
         chosen["train.precision"] = config.train.precision
-    kept = {name: text for name, text in given.options.items() if name not in {"mesh", *SEARCHED} and name != "json"}
+    dropped = {"json", "mesh", *SEARCHED, *DEPENDENT}
+    if config.fake_devices not in (None, candidate.shape.devices):
+        dropped.add("fake_devices")
+        if "config" in given.options:  # where the file may say so
+            chosen["fake_devices"] = "null"
+    kept = {name: text for name, text in given.options.items() if name not in dropped}
     words = ["python", "run.py", *_words(kept), *_words(chosen)]
     return shlex.join(words)
 
@@ -281,6 +290,16 @@ def _words(options: Mapping[str, str | None]) -> Iterator[str]:
         yield f"--{name}"
         if text is not None:
             yield text
+
+
+def _runs(config: Config, arch: Architecture, target: Target) -> None:
+    """Refuses what no layout can run: a kernel that the chip does not have, ids that the model does not know."""
+    attention_kernel(arch, config, target.chip.platform)
+    if config.data.tokenizer == "bytes" and arch.vocab_size < BYTE_TOKENS:
+        raise InputError(
+            f"model.vocab_size is {arch.vocab_size}, but data.tokenizer 'bytes' has {BYTE_TOKENS} tokens: set "
+            f"--model.vocab_size to at least {BYTE_TOKENS}"
+        )
 
 
 def _with_precision(config: Config, target: Target, given: Given) -> tuple[Config, list[str]]:

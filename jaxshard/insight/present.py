@@ -20,7 +20,7 @@ from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.planner import command_line
 from jaxshard.insight.ranking import MARGIN, Scored, Search, search
 from jaxshard.insight.refusal import fitting, searched
-from jaxshard.insight.search import SEARCHED, Candidate, Pins, apply
+from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, Pins, apply
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import Device, MeshShape, parse_mesh
@@ -67,6 +67,7 @@ def layout(
         InputError: nothing is legal or nothing fits.
     """
     pins = {field: _value(config, option) for option, field in SEARCHED.items() if _pinned(config, option, given)}
+    dependent = {field: _value(config, option) for option, field in DEPENDENT.items()}
     saved = _saved(config, len(devices)) if resume else None
     if saved is not None:
         kept = {option: _value(saved, option) for option, field in SEARCHED.items() if field not in pins}
@@ -75,6 +76,7 @@ def layout(
     target = present_target(devices)
     limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
+    pins |= {field: value for field, value in dependent.items() if value is not None}
     free = Pins({}, pins)
     found = searched(config, arch, target, free, limit)
     plan = fitting(found, free, limit)[0]
@@ -89,7 +91,7 @@ def words(c: Candidate) -> str:
         parts.append(f"accumulation {c.accumulation}")
     if c.microbatches:
         chunks = f" with {c.virtual_stages} chunks" if c.virtual_stages else ""
-        parts.append(f"{c.microbatches} microbatches {c.schedule}{chunks}")
+        parts.append(f"{c.microbatches} microbatch{'es' * (c.microbatches > 1)} {c.schedule}{chunks}")
     if c.sequence_parallel:
         parts.append("sequence parallel")
     if c.offload != "none":
@@ -98,7 +100,7 @@ def words(c: Candidate) -> str:
 
 
 def _why(found: Search, plan: Scored, pins: dict[str, Any]) -> str:
-    options = {field: option for option, field in SEARCHED.items()}
+    options = {field: option for option, field in (SEARCHED | DEPENDENT).items()}
     kept = ", ".join(f"{options[field]} {value}" for field, value in pins.items())
     order = f"the fastest by prediction ({plan.seconds:.3g} s a step)" if found.timed else "the least work"
     of = f" of {size_text(int(found.limit))}" if found.limit < math.inf else ""

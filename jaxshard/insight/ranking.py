@@ -13,7 +13,7 @@ from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.cost import StepTime
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.memory import Memory, estimate, gib
-from jaxshard.insight.search import Candidate, Pins, apply, candidates, is_known, predict_times
+from jaxshard.insight.search import Candidate, Pins, apply, candidates, is_known, obstacle, predict_times
 from jaxshard.insight.state_bytes import elements_per_device, state_bytes, table_of
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.mesh import MeshShape
@@ -171,7 +171,8 @@ def search(config: Config, arch: Architecture, target: Target, pins: Pins, memor
         if result.fitting:
             return result
     if result is None:
-        raise InputError(f"no layout of {target.name} agrees with what is fixed: {pins}; fix less of it")
+        why = obstacle(config, arch, target, pins) or "fix less of it"
+        raise InputError(f"no layout of {target.name} agrees with what is fixed: {pins}: {why}")
     return result
 
 
@@ -220,6 +221,8 @@ def nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> Input
     fixed = f" with {pins}" if str(pins) else ""
     if larger is not None:
         hint = f"the smallest {found.target.chip.name} target that fits is {larger.target.name}"
+    elif memory_limit is not None and least.memory.total <= limit_of(found.target, None):
+        hint = "a device has more than that: raise the limit"
     elif str(pins):
         hint = "with this fixed no larger one fits either: fix less of it"
     else:

@@ -8,7 +8,9 @@ from jaxshard.insight.hardware import Target
 from jaxshard.insight.host_memory import host_too_small, within_host
 from jaxshard.insight.ranking import Scored, Search, nothing_fits, search
 from jaxshard.insight.search import Pins
+from jaxshard.models.layers import SAVED_NAMES
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.remat import parse_remat
 
 
 def searched(config: Config, arch: Architecture, target: Target, pins: Pins, limit: float | None) -> Search:
@@ -17,6 +19,7 @@ def searched(config: Config, arch: Architecture, target: Target, pins: Pins, lim
     Args:
         limit: bytes.
     """
+    parse_remat(pins.fields.get("remat", "none"), SAVED_NAMES)
     try:
         return search(config, arch, target, pins, limit)
     except InputError as error:

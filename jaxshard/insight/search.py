@@ -3,6 +3,7 @@
 Enumeration only: what divides, what is pinned. Memory is looked at by `planner`, fastest layouts first.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.config import Config
+from jaxshard.config import Config, OptimConfig
 from jaxshard.errors import InputError
 from jaxshard.insight.cost import Parallelism, StepTime, stack, step_time
 from jaxshard.insight.efficiency import MATRIX_UNITS, XLA, XLA_UNFUSED, MatrixUnits
@@ -19,9 +20,11 @@ from jaxshard.insight.kernels import Machine, machine
 from jaxshard.insight.links import Fabric, with_measured
 from jaxshard.insight.state_bytes import table_of
 from jaxshard.models.presets import Architecture
-from jaxshard.models.transformer import padded_vocab
+from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.mesh import SHORT, MeshShape, parse_mesh
 from jaxshard.parallel.rules import check_replicated, replicated
+from jaxshard.training.pipeline_plan import OPTIONS, plan_pipeline
+from jaxshard.training.program import check_fit, weight_paths
 
 REMATS = ("none", "dots", "full")
 MOST_SEQUENCES = 64
@@ -37,6 +40,9 @@ SEARCHED = {
     "train.sequence_parallel": "sequence_parallel",
 }
 """Option -> field of `Candidate`; the mesh beside them is searched axis by axis."""
+DEPENDENT = {"train.pipeline_gather": "pipeline_gather", "train.offload_mode": "offload_mode"}
+"""Option -> field of `TrainConfig` that only some layouts have (`Candidate.has`). It is not searched; pinned it leaves
+the layouts that have it."""
 NOMINAL = Machine(1e12, 50e9, 10e9, MatrixUnits(8, 16, 0.9), Fabric(64, 10e9, 1e9))
 """Stands in for machines whose figures are not known (a CPU): it ranks layouts, and no seconds are quoted from it."""
 
@@ -54,6 +60,10 @@ class Candidate:
     virtual_stages: int | None = None
     sequence_parallel: bool = False
     offload: str = "none"
+
+    def has(self, name: str) -> bool:
+        """Whether a field of `DEPENDENT` means something here."""
+        return self.zero == 3 and self.shape.stage > 1 if name == "pipeline_gather" else self.offload != "none"
 
     @property
     def complexity(self) -> tuple[int, ...]:
@@ -75,17 +85,20 @@ class Pins:
 
     Attributes:
         mesh: sizes by axis; -1 is what is left over. Empty: all free.
-        fields: field of `Candidate` -> its value.
+        fields: field of `Candidate` or `DEPENDENT` -> its value.
     """
 
     mesh: Mapping[str, int]
     fields: Mapping[str, Any]
 
     def allows(self, candidate: Candidate) -> bool:
-        return all(getattr(candidate, name) == value for name, value in self.fields.items())
+        return all(
+            candidate.has(name) if name in DEPENDENT.values() else getattr(candidate, name) == value
+            for name, value in self.fields.items()
+        )
 
     def __str__(self) -> str:
-        options = {field: f"--{option}" for option, field in SEARCHED.items()}
+        options = {field: f"--{option}" for option, field in (SEARCHED | DEPENDENT).items()}
         mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in self.mesh.items())
         parts = [f"--mesh {mesh}"] if mesh else []
         return " ".join(parts + [f"{options[name]} {value}" for name, value in self.fields.items()])
@@ -100,6 +113,7 @@ def pins_of(config: Config, given: Mapping[str, Any]) -> Pins:
     """
     values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
     fields = {field: values[option] for option, field in SEARCHED.items() if option in given}
+    fields |= {f: values[option] for option, f in DEPENDENT.items() if option in given and values[option] is not None}
     return Pins(parse_mesh(config.mesh) if "mesh" in given and config.mesh != "auto" else {}, fields)
 
 
@@ -115,8 +129,7 @@ def apply(config: Config, candidate: Candidate) -> Config:
         virtual_stages=c.virtual_stages,
         sequence_parallel=c.sequence_parallel,
         offload=c.offload,
-        offload_mode=config.train.offload_mode if c.offload != "none" else None,
-        pipeline_gather=config.train.pipeline_gather if c.zero == 3 and c.shape.stage > 1 else None,
+        **{name: getattr(config.train, name) if c.has(name) else None for name in DEPENDENT.values()},
     )
     return replace(config, mesh=str(c.shape), zero=c.zero, train=train)
 
@@ -155,8 +168,11 @@ def _places(pins: Pins, remat: str, offload: bool) -> Sequence[str]:
     return ("none",) if not offload else ("none", "optimizer") if remat == "offload" else ("optimizer",)
 
 
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """In ascending order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*low, *(n // d for d in low)}))
 
 
 def meshes(config: Config, arch: Architecture, target: Target, pins: Pins) -> list[MeshShape]:
@@ -251,10 +267,8 @@ def _splits(config: Config, arch: Architecture, shape: MeshShape, pins: Pins) ->
 def _schedules(arch: Architecture, shape: MeshShape, pins: Pins) -> Iterator[tuple[str, int | None]]:
     name = pins.fields.get("schedule")
     chunks = pins.fields.get("virtual_stages")
-    if chunks is None and name in (None, "1f1b"):
-        yield "1f1b", None
-    if name == "gpipe":
-        yield "gpipe", chunks
+    if chunks in (None, 1) and name != "interleaved":
+        yield name or "1f1b", chunks
     for count in (chunks,) if chunks else (2, 4):
         if name in (None, "interleaved") and arch.n_layers % (shape.stage * count) == 0:
             yield "interleaved", count
@@ -262,22 +276,59 @@ def _schedules(arch: Architecture, shape: MeshShape, pins: Pins) -> Iterator[tup
 
 def _shards(arch: Architecture, config: Config, shape: MeshShape, zero: int) -> bool:
     """Whether the state can be split over the data axis as the stage asks (`rules.check_replicated`)."""
-    return zero == 0 or shape.data == 1 or _shardable(arch, config.optim, config.train.precision, shape)
+    if zero == 0 or shape.data == 1:
+        return True
+    return _unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated) is None
 
 
 @lru_cache(maxsize=4096)
-def _shardable(arch: Architecture, optim: Any, precision: str, shape: MeshShape) -> bool:
+def _unsharded(
+    arch: Architecture, optim: OptimConfig, precision: str, shape: MeshShape, allowed: tuple[str, ...]
+) -> str | None:
+    """What `check_replicated` says, or None."""
     found, total = [], 0
     ways = shape.stage * shape.model
-    for row in table_of(arch, optim, precision).weights:
+    for path, row in zip(_paths(arch), table_of(arch, optim, precision).weights, strict=True):
         sizes = [padded_vocab(n, ways) if a == "vocab" else n for n, a in zip(row.shape, row.axes, strict=True)]
-        found += replicated(row.group, sizes, row.axes, shape, 1, row.itemsize)
-        total += row.itemsize * int(np.prod(sizes))
+        found += replicated(path, sizes, row.axes, shape, 1, row.itemsize)
+        total += row.itemsize * math.prod(sizes)
     try:
-        check_replicated(found, total, ())
-    except InputError:
-        return False
-    return True
+        check_replicated(found, total, allowed)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=32)
+def _paths(arch: Architecture) -> list[str]:
+    return weight_paths(describe(arch).weights)
+
+
+def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> str | None:
+    """What a run says to the pins, on the first mesh where it says something; None where the pins exclude each other.
+
+    Where an option of pipelines is pinned, meshes with stages are asked first.
+    """
+    fixed = {name: value for name, value in pins.fields.items() if name not in DEPENDENT.values()}
+    dependent: dict[str, Any] = {name: value for name, value in pins.fields.items() if name in DEPENDENT.values()}
+    free = {
+        "zero": 3 if "pipeline_gather" in dependent else 0,
+        "remat": "none",
+        "offload": "optimizer" if "offload_mode" in dependent else "none",
+    }
+    staged = any(pins.fields.get(name) is not None for name in OPTIONS)
+    for shape in sorted(meshes(config, arch, target, pins), key=lambda shape: (shape.stage > 1) != staged):
+        candidate = Candidate(shape, **free | fixed)
+        try:
+            tried = apply(config, candidate)
+            tried = replace(tried, train=replace(tried.train, **dependent))
+            check_fit(tried, arch, shape)
+            plan_pipeline(tried.train, candidate.zero, arch, shape)
+        except InputError as error:
+            return str(error)
+        if not _shards(arch, config, shape, candidate.zero):
+            return _unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated)
+    return None
 
 
 def machine_of(target: Target) -> Machine:
