@@ -81,6 +81,17 @@ def test_automatic_mesh_keeps_what_the_user_says(on, capsys):
     assert "kept as given: zero 0, train.accumulation 1" in said
 
 
+def test_automatic_mesh_keeps_what_only_some_layouts_have(on, capsys):
+    on("h100:8")
+    config = llama(train=replace(llama().train, pipeline_gather="step"))
+    found, said = chosen(config, capsys)
+    assert (found.zero, found.train.pipeline_gather) == (3, "step")
+    assert resolve_mesh(found.mesh, 8).stage > 1
+    assert "kept as given: train.pipeline_gather step" in said
+    with pytest.raises(InputError, match="with --zero 1 every stage holds its parameters whole"):
+        chosen(replace(config, zero=1), capsys)
+
+
 def test_automatic_mesh_refuses_what_fits_nowhere(on, capsys):
     on("h100:8")
     with pytest.raises(InputError, match=r"fits nowhere on h100:8 with --zero 0 --train\.offload none"):

@@ -11,20 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxshard.config import Config, OptimConfig
+from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.insight.cost import Parallelism, StepTime, stack, step_time
 from jaxshard.insight.efficiency import MATRIX_UNITS, XLA, XLA_UNFUSED, MatrixUnits
 from jaxshard.insight.hardware import GPUS_PER_HOST, Target
 from jaxshard.insight.kernels import Machine, machine
 from jaxshard.insight.links import Fabric, with_measured
-from jaxshard.insight.state_bytes import table_of
+from jaxshard.insight.shardable import unsharded
 from jaxshard.models.presets import Architecture
-from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.mesh import SHORT, MeshShape, parse_mesh
-from jaxshard.parallel.rules import check_replicated, replicated
 from jaxshard.training.pipeline_plan import OPTIONS, plan_pipeline
-from jaxshard.training.program import check_fit, weight_paths
+from jaxshard.training.program import check_fit
 
 REMATS = ("none", "dots", "full")
 MOST_SEQUENCES = 64
@@ -278,30 +276,7 @@ def _shards(arch: Architecture, config: Config, shape: MeshShape, zero: int) -> 
     """Whether the state can be split over the data axis as the stage asks (`rules.check_replicated`)."""
     if zero == 0 or shape.data == 1:
         return True
-    return _unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated) is None
-
-
-@lru_cache(maxsize=4096)
-def _unsharded(
-    arch: Architecture, optim: OptimConfig, precision: str, shape: MeshShape, allowed: tuple[str, ...]
-) -> str | None:
-    """What `check_replicated` says, or None."""
-    found, total = [], 0
-    ways = shape.stage * shape.model
-    for path, row in zip(_paths(arch), table_of(arch, optim, precision).weights, strict=True):
-        sizes = [padded_vocab(n, ways) if a == "vocab" else n for n, a in zip(row.shape, row.axes, strict=True)]
-        found += replicated(path, sizes, row.axes, shape, 1, row.itemsize)
-        total += row.itemsize * math.prod(sizes)
-    try:
-        check_replicated(found, total, allowed)
-    except InputError as error:
-        return str(error)
-    return None
-
-
-@lru_cache(maxsize=32)
-def _paths(arch: Architecture) -> list[str]:
-    return weight_paths(describe(arch).weights)
+    return unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated) is None
 
 
 def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> str | None:
@@ -327,7 +302,7 @@ def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
         except InputError as error:
             return str(error)
         if not _shards(arch, config, shape, candidate.zero):
-            return _unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated)
+            return unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated)
     return None
 
 
