@@ -81,6 +81,7 @@ SLOW = {
     "loss in chunks": config("dp=4,tp=2", 3, loss_chunk=16),
     "adafactor": config("dp=4,tp=2", 3, optim="adafactor"),
     "lion": config("dp=8", 1, optim="lion"),
+    "optimizer in host memory": config("dp=8", 1, offload="optimizer"),
     "dropout": config("dp=4,tp=2", 2, model=LLAMA | {"dropout": 0.1}),
     "one document a row": config("dp=4,tp=2", 3, pack=False),
 }
@@ -135,8 +136,10 @@ def program_for(case: Config, target: str) -> Program:
 def ledger(program: Program, target: str) -> Explanation:
     hardware = parse_target(target)
     options = None if hardware.chip.platform == "tpu" else QUICK
-    batch = program.abstract_batch()
-    compiled = compile_for(hardware, program.step, program.abstract, batch, buffers=False, options=options)
+    batch, low = program.abstract_batch(), (program.offloaded, False)
+    compiled = compile_for(
+        hardware, program.step, program.abstract, batch, host=(low, low), buffers=False, options=options
+    )
     assert isinstance(compiled, Compiled)
     return explain_program(program, compiled)
 

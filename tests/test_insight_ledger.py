@@ -13,6 +13,7 @@ from ledger_layouts import ALL, FULL_KV, PIPELINES, agreeing, config, ledger, pr
 from jaxshard.insight.check import check
 from jaxshard.insight.expected import expected
 from jaxshard.insight.facts import facts_of
+from jaxshard.insight.reasons import Subject, reason
 from jaxshard.parallel.layout import Layout
 
 CPU = "cpu:8"
@@ -55,6 +56,17 @@ def test_what_is_not_predicted_is_said(capsys):
     found.show()
     said = " ".join(capsys.readouterr().out.split())
     assert f"{own:,} bytes are not compared" in said and "nothing unexpected in all that is predicted" in said
+
+
+def test_layers_updated_one_by_one_are_recognised():
+    """GPUs gather along the outermost dim, whichever is cut: gate [128, 384] comes as [8 x 128, 384 / 8]."""
+    facts = facts_of(program_for(config("dp=8", 1, offload="optimizer"), CPU))
+    name = "jit(train_step)/while/body/closed_call/convert_element_type"
+    why = lambda dims, name, facts=facts: reason(Subject("all-gather", ("data",), dims, "bf16", name), facts).family
+    assert why((1024, 48), name) == why((64, 32, 16), name) == "update"
+    assert (
+        why((1024, 47), name) == why((1024, 48), f"jvp({name})") == why((1024, 48), name, replace(facts, zero=3)) == ""
+    )
 
 
 def unexpected(program) -> list[str]:

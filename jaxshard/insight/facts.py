@@ -159,6 +159,16 @@ class Facts:
                     return weight.path
         return ""
 
+    def put_together(self, dims: Sequence[int]) -> str:
+        """Path of a weight whose parts, cut along one dim, are gathered along another: these dims; or ""."""
+        sizes = sorted(dim for dim in dims if dim > 1)
+        for weight in self.weights:
+            for part in _parts(weight.local, self.mesh.data) if weight.spread else ():
+                for i, dim in enumerate(part):
+                    if sorted(n for n in (*part[:i], dim * self.mesh.data, *part[i + 1 :]) if n > 1) == sizes:
+                        return weight.path
+        return ""
+
     def padded(self, dims: Sequence[int]) -> str:
         """Path of a weight whose dims these are with up to 2 % of padding, or ""."""
         sizes = sorted(dim for dim in dims if dim > 1)

@@ -144,6 +144,8 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
         family = "gradient" if where.phase == "backward" or where.scope == "loss" else "gather"
         return Reason(family, _with(FAMILIES[family], STEPS))
     weight = facts.named(subject.dims) or (facts.padded(subject.dims) if subject.kind == "reduce-scatter" else "")
+    if not weight and subject.kind == "all-gather" and facts.zero < 3 and where.phase == "outside":
+        weight = facts.put_together(subject.dims)  # GPUs gather along the outermost dim, whichever is cut
     if not weight:
         return None
     gradient = subject.dtype == FLOATS[facts.gradient_bytes]
