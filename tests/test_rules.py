@@ -86,7 +86,5 @@ def test_local_shape():
 
 def test_weights_that_may_stay_whole_are_checked_by_name():
     train = TrainConfig(global_batch=2, allow_replicated=("blocks.mlp.upp",))
-    with pytest.raises(
-        InputError, match=r"mlp.upp', but the model has no such weight \(did you mean 'blocks.mlp.up'"
-    ):
+    with pytest.raises(InputError, match=r"mlp.upp', but the model has no such weight \(did you mean 'blocks.mlp.up'"):
         build_program(Config(mesh="dp=2", model=ModelConfig(vocab_size=16), train=train), jax.devices()[:2])

@@ -125,6 +125,7 @@ def _by_reason(result: Mapping[str, Any]) -> dict[str, int]:
 
 def _read(path: Path, option: str, is_right: Callable[[Any], bool]) -> dict[str, Any]:
     writes = "--lock writes" if is_right is _is_lock else "--json prints"
+    found: Any
     try:
         found = json.loads(path.read_text())
     except OSError as error:
