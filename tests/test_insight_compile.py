@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard import cli
-from jaxshard.errors import InputError
-from jaxshard.insight import absent, compile
+from jaxshard.config import Config
+from jaxshard.errors import InputError, RunError
+from jaxshard.insight import absent, compile, explain
 from jaxshard.insight.absent import captured_stderr, devices_for, mesh_for
 from jaxshard.insight.collectives import module_collectives
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for, spmd_warnings
@@ -367,3 +368,15 @@ def test_gpu_description_names_every_field():
     text = absent.gpu_target_config(parse_target("h100:8"))
     for field in ("core_count: 132", "device_memory_size: 84942979072", "major: 9", 'platform_name: "CUDA"'):
         assert field in text
+
+
+def test_a_fault_of_the_compiler_is_one_line(monkeypatch):
+    """Met with absent GPUs and rows of 36: "Couldn't find output tile sizes that satisfy ..."."""
+
+    def fails(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes\nmore\nand more")
+
+    monkeypatch.setattr(explain, "compile_step", fails)
+    with pytest.raises(RunError, match=r"^the compiler for cpu:8 .* failed.*tile sizes\. Odd sizes") as error:
+        explain.explain_config(Config(mesh="dp=8"), "cpu:8")
+    assert "\n" not in str(error.value)

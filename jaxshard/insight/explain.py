@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxshard.config import Config
 from jaxshard.console import Console
-from jaxshard.errors import InputError
+from jaxshard.errors import InputError, RunError
 from jaxshard.insight.check import Check, check
 from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
 from jaxshard.insight.confirm import compile_step
@@ -170,9 +170,18 @@ def explain_config(config: Config, target: str = "local", threshold: int | None 
     Raises:
         InputError: the target is not known or its compiler is not installed, the mesh does not fit it, or the program
             does not fit its memory.
+        RunError: the compiler fails for another reason.
     """
     hardware = _hardware(config, target)
-    confirmed = compile_step(config, hardware, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, buffers=True)
+    tokens = BYTE_TOKENS if config.data.tokenizer == "bytes" else None
+    try:
+        confirmed = compile_step(config, hardware, tokens, buffers=True)
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).splitlines()[0][:300]
+        raise RunError(
+            f"the compiler for {hardware.name} (jax {jax.__version__}) failed, and not for want of memory: {said}. Odd "
+            "sizes can be the cause: try multiples of 16 or 128, another layout, or another version of jax"
+        ) from error
     return explain_program(confirmed.program, _fits(confirmed.result), threshold)
 
 
