@@ -121,20 +121,19 @@ def test_every_name_exists_in_the_model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [pytest.param("v5e:2x2", marks=needs_tpu), pytest.param("h100:4", marks=needs_gpu)])
-def test_temporaries_fall_and_offload_holds_matmul_outputs_in_host_memory(target):
-    seen = {}
+def test_temporaries_fall_and_offload_holds_what_dots_keeps_in_host_memory(target):
+    """Deep enough that activations, not what is fetched ahead from the host, decide."""
+    layers, seen = 32, {}
     for kind in ("none", "dots", "full", "offload"):
-        small = config("dp=4", length=512, remat=kind, d_model=256, n_heads=2, n_kv_heads=2, d_ff=512)
-        # Without the buffers TPUs state what lives at a time in all memories, the one on the chip included.
+        small = config("dp=4", length=512, remat=kind, d_model=256, n_heads=2, n_kv_heads=2, d_ff=512, n_layers=layers)
         compiled = compile_step(small, parse_target(target)).result
         assert isinstance(compiled, Compiled) and compiled.spmd_warnings == ()
         seen[kind] = compiled.memory
     none, dots, full, offload = (seen[kind].temporaries for kind in ("none", "dots", "full", "offload"))
-    # TPUs fetch ahead: what comes back from the host takes about what full computes again.
-    assert none > dots > full and offload < (full if target == "h100:4" else dots)
-    # [B / 4, T, width] in fp32 of every layer: query to attention_out, gate and up. The backward pass needs no mlp_out.
-    kept = 4 * 2 * 512 * (5 * 256 + 2 * 512) * 4
-    assert seen["offload"].host == pytest.approx(kept, rel=0.05) and seen["full"].host == 0
+    assert none > dots > full > offload
+    # [B / 4, T, width] in fp32 of every layer: its input, query to attention_out, gate and up; mlp_out nobody needs.
+    kept = layers * 2 * 512 * (6 * 256 + 2 * 512) * 4
+    assert seen["offload"].host == pytest.approx(kept, rel=0.01) and seen["full"].host == 0
 
 
 def test_every_name_is_documented():

@@ -233,7 +233,7 @@ def saved_per_layer(config: Config, arch: Architecture, local: Local) -> tuple[f
         return _everything(arch, local), 0.0
     named = named_bytes(arch, local)
     if kind == "offload":
-        return stream, sum(named[name] for name in DOT_NAMES)
+        return 0.0, stream + sum(named[name] for name in DOT_NAMES)
     return stream + sum(named[name] for name in (DOT_NAMES if kind == "dots" else kind)), 0.0
 
 

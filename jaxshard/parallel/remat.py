@@ -1,12 +1,12 @@
 """Rematerialisation: which activations of a block are kept for the backward pass, and where.
 
-| --train.remat | kept in device memory                        | recomputed      |
-|---------------|----------------------------------------------|-----------------|
-| none          | everything that the backward pass reads       | weights' gather |
-| dots          | outputs of the matmuls                        | the rest        |
-| offload       | nothing; outputs of the matmuls in host memory | the rest        |
-| full          | the input of each block                       | the block       |
-| names:a,b     | the named activations                         | the rest        |
+| --train.remat | kept                                                           | recomputed      |
+|---------------|----------------------------------------------------------------|-----------------|
+| none          | everything that the backward pass reads                        | weights' gather |
+| dots          | the input of each block and the outputs of its matmuls         | the rest        |
+| offload       | the same in host memory, on the device nothing                 | the rest        |
+| full          | the input of each block                                        | the block       |
+| names:a,b     | the input of each block and the named activations              | the rest        |
 
 A gathered weight (ZeRO-3) is never kept: the backward pass gathers it again.
 
@@ -16,10 +16,11 @@ Names of activations are those of `models.layers.SAVED_NAMES`; docs/remat.md say
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.errors import InputError, nearest
 
-WEIGHT_NAME = "weight"
+WEIGHT_NAME, INPUT_NAME = "weight", "input"
 POLICIES = ("none", "dots", "full", "offload")
 
 
@@ -57,13 +58,14 @@ def parse_remat(text: str, names: tuple[str, ...]) -> tuple[str, ...] | str:
 
 
 def rematerialise(kind: tuple[str, ...] | str, dots: tuple[str, ...]) -> Callable[[Callable], Callable]:
-    """Returns the wrapper for the body of a loop over blocks.
+    """Returns the wrapper for the body of a loop over blocks, (residual stream, row) -> (residual stream, result).
 
     Args:
         kind: result of `parse_remat`.
         dots: names of the matmul outputs.
     """
     policies = jax.checkpoint_policies
+    enter = lambda body: body
     if kind == "none":
         policy = _all_but_weights
     elif kind == "full":
@@ -71,11 +73,13 @@ def rematerialise(kind: tuple[str, ...] | str, dots: tuple[str, ...]) -> Callabl
     elif kind == "offload":
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(dots),
+            names_which_can_be_offloaded=[INPUT_NAME, *dots],
             offload_src="device",
             offload_dst="pinned_host",
         )
+        # Only what has a name can be sent away; all that the backward pass reads then comes from there.
+        enter = lambda body: lambda x, row: body(checkpoint_name(x, INPUT_NAME), row)
     else:
         policy = policies.save_only_these_names(*(dots if kind == "dots" else kind))
     # Inside a scan the loop itself keeps XLA from merging the two computations.
-    return lambda body: jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return lambda body: jax.checkpoint(enter(body), policy=policy, prevent_cse=False)
