@@ -12,6 +12,7 @@ from jaxshard.insight.hardware import parse_target
 
 
 def main() -> None:
+    """Explains the large case and prints how long it took."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", default="h100:512")
     target = parser.parse_args().target

@@ -68,6 +68,7 @@ class Case:
         return " ".join([self.variant, self.mesh, *([f"zero={self.zero}"] if self.zero else []), *options])
 
     def config(self) -> Config:
+        """The configuration of the row, in float64."""
         variant = VARIANTS[self.variant]
         train = TrainConfig(global_batch=variant.batch, z_loss=variant.z_loss, precision="fp64", loss_scale=1.0, seed=3)
         return Config(
@@ -218,6 +219,7 @@ def row_of(case: Case) -> tuple[list[str], float]:
 
 
 def main() -> None:
+    """Computes every row and writes the table to the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).parent.parent / "docs" / "layouts.md"
     parser.add_argument("--output", type=Path, default=default, help="file to write (default: docs/layouts.md)")

@@ -16,6 +16,7 @@ from jaxshard.insight.explain import explain_config
 
 
 def main() -> None:
+    """Compares every layout on every target that is asked for."""
     bad = 0
     for target in sys.argv[1:]:
         for name, case in ALL.items():

@@ -30,6 +30,7 @@ ASKED = 0.97
 
 
 def main() -> None:
+    """Times loop and bare step in turn and prints the share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="dp=4,tp=2")
     parser.add_argument("--rounds", type=int, default=5)

@@ -67,6 +67,7 @@ def program(case: Case) -> Program:
 
 
 def batch() -> dict[str, np.ndarray]:
+    """A step's arrays [B, T]: random tokens, one document a row."""
     tokens = np.random.default_rng(0).integers(0, 256, (BATCH, LENGTH + 1), dtype=np.int32)
     rows = lambda row: np.broadcast_to(row.astype(np.int32), (BATCH, LENGTH))
     return {
@@ -99,6 +100,7 @@ def work(table: Schedule) -> float:
 
 
 def main() -> None:
+    """Times every case and writes the table to the docs."""
     header = ["mesh", "schedule", "M", "bubble", "wall", "processor", "against dp=4", "work of the table", "overhead"]
     rows = [header, ["---"] * len(header)]
     base = 0.0

@@ -102,6 +102,7 @@ def write(name: str, text: str) -> None:
 
 
 def main() -> None:
+    """Compiles every case of the targets and writes the table to the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=TARGETS)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -17,6 +17,7 @@ from jaxshard.options import Given
 
 
 def main() -> None:
+    """Times the search, and the search with confirmation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--confirm", type=int, default=0)
     parser.add_argument("--target", default="h100:64")

@@ -140,6 +140,7 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def summary(rows: Rows, predicted: np.ndarray) -> dict[str, float]:
+    """Errors and regret in per cent, and the mean rank correlation within groups."""
     error = 100 * np.abs(predicted / rows.ms - 1)
     regret = regrets(rows, predicted)
     ranks = [rank_correlation(predicted[g], rows.ms[g]) for g in rows.groups() if len(g) > 2]
@@ -310,6 +311,7 @@ def report(args: argparse.Namespace) -> str:
 
 
 def main() -> int:
+    """Predicts the rows of a file and prints the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", nargs="+", default=[])
     parser.add_argument("--output")

@@ -48,6 +48,7 @@ class Case:
 
     @property
     def config(self) -> Config:
+        """The configuration of the case."""
         train = TrainConfig(**({"precision": "bf16", "global_batch": self.batch} | self.train))
         return Config(
             mesh=self.mesh,
@@ -174,6 +175,7 @@ compiler never refuses: *fits* compares its peak with the chip's memory.
 
 
 def main() -> None:
+    """Compiles what the store lacks, prints the table, and writes it where --output says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases; all by default")
     parser.add_argument("--store", type=Path, help="JSON file that results are added to")

@@ -140,6 +140,7 @@ def _absent_devices(target: Target) -> tuple[Any, ...]:
     try:
         with captured_stderr() as said:
             return tuple(_tpu_devices(target) if tpu else _gpu_devices(target))
+    # jax's own errors: NotImplementedError where a plugin describes no topologies, the others from the compiler.
     except (RuntimeError, NotImplementedError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise InputError(f"target {target.name}: its compiler does not start: {first} ({said.last_line()})") from error

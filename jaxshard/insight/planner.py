@@ -56,6 +56,7 @@ class Plan:
     """Of the compiled schedule; None where it was not compiled or the machine's speed is not known."""
 
     def as_json(self) -> dict[str, Any]:
+        """The plan as `plan --json` prints it."""
         c = self.scored.candidate
         return {
             "command": self.command,

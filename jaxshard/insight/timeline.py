@@ -164,6 +164,7 @@ class _Walker:
         return clock
 
     def step(self, scope: Scope, instruction: Instruction, clock: _Clock, runs: int) -> None:
+        """Runs one instruction of a schedule."""
         opcode = instruction.opcode
         collective = self.collectives.get((scope.computation.name, instruction.name))
         if collective is not None:
@@ -211,6 +212,7 @@ class _Walker:
     def start(
         self, lane: str, kind: str, seconds: float, instruction: Instruction, clock: _Clock, is_async: bool
     ) -> None:
+        """Starts a collective or copy on its lane; what is not asynchronous also ends here."""
         if seconds <= 0:
             return
         begins = max(clock.now, clock.lanes[lane])

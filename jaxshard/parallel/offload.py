@@ -69,7 +69,9 @@ def check_host_memory(option: str, devices: Sequence[Any]) -> None:
     device = devices[0]
     try:
         kinds = sorted({memory.kind for memory in device.addressable_memories()})
-    except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # An absent GPU describes no memories.
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        # Absent devices have no memories to ask for, and say so in one of these ways, depending on plugin and version;
+        # their compiler refuses what it cannot place.
         return
     if kinds and HOST_KIND not in kinds:
         instead = "--train.remat full" if "remat" in option else "--zero 1 to 3 to split the state over more devices"
