@@ -291,7 +291,7 @@ class Config:
     is left at its default of ZeRO, recomputation, accumulation, pipeline and offload is chosen."""
     zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. By default 1
-    where layers are split into a pipeline, else 0."""
+    where layers are split into a pipeline over several data groups, else 0."""
     output: str | None = None
     """Folder of the run; by default runs/<config name>."""
     devices: Literal["auto", "cpu", "gpu", "tpu"] = "auto"

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -261,6 +263,7 @@ def test_who_joins_whom():
     assert launch_arguments(by_hand) == {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
     assert launch_arguments({"SLURM_STEP_NUM_TASKS": "4"}) == {}
     assert launch_arguments({"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert launch_arguments({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}) == {}
     for wrong in ({"JAX_PROCESS_ID": "2"}, {"JAX_PROCESS_ID": "x"}, {"JAX_NUM_PROCESSES": ""}):
         with pytest.raises(InputError):
             launch_arguments(by_hand | wrong)
@@ -300,3 +303,11 @@ def test_two_processes_measure_together(tmp_path):
     assert (result["devices"], result["processes"]) == (4, 2)
     assert len(result["measurements"]) == 14 and all(row["correct"] for row in result["measurements"])
     assert file.exists()
+
+
+def test_the_largest_size_is_more_than_32_bits_hold(monkeypatch):
+    """What goes between processes becomes int32 on the way."""
+    monkeypatch.setattr(bandwidth, "_everywhere", lambda value: np.asarray(jnp.asarray(value)).reshape(-1))
+    free = {"bytes_limit": 6 * 23 * 2**30, "bytes_in_use": 0}
+    device = SimpleNamespace(process_index=0, platform="gpu", memory_stats=lambda: free)
+    assert bandwidth.largest_that_fits([device]) == 23 * 2**30

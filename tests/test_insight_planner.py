@@ -268,6 +268,11 @@ def test_short_times_have_their_unit(capsys):
     assert not re.search(r" 0\.00 |\(.* 0 -> 0 ms", out)
 
 
+def test_zero_null_leaves_the_stage_free():
+    assert pins_of(Config(), {"zero": "null"}).fields == {}
+    assert pins_of(Config(zero=0), {"zero": "0"}).fields == {"zero": 0}
+
+
 def test_divisors():
     assert divisors(1) == (1,)
     assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)

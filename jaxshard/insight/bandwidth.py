@@ -185,7 +185,8 @@ def largest_that_fits(devices: Sequence[Any]) -> int:
     found = [device.memory_stats() for device in local] if local[0].platform != "cpu" else []
     free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats and "bytes_limit" in stats]
     here = min(free) // COPIES if free else CPU_LARGEST
-    return int(_everywhere(here).min())  # every process must measure the same sizes
+    # Every process must measure the same sizes. In KiB: without x64 jax carries 32 bits.
+    return int(_everywhere(np.int32(here // 1024)).min()) * 1024
 
 
 def _measure(mesh: Mesh, axis: str, elements: int, collective: Collective) -> tuple[float, bool]:

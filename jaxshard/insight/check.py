@@ -138,13 +138,14 @@ class _Comparison:
             self._kinds(text, have, {row.kind for row in want})
             most, least = sum(r.total for r in want), sum(r.least for r in want)
             got = self._stands_for(family, text, have, most)
-            least -= self._kept(family, text, want, least - got)
+            kept = self._kept(family, text, want, least - got)
+            least -= kept
             if got > most:
                 words = dict.fromkeys(row.reason for row in have)
                 self.unexpected.append(Difference(" / ".join(words), axes, got - most, have[-1].source))
             elif got < least:
                 self.missing.append(Difference(text, axes, least - got))
-            elif got < sum(row.total for row in want if not row.optional):
+            elif not kept and got < sum(row.total for row in want if not row.optional):
                 self.rewrites[f"{text}: moved out of its loop, once instead of in every part"] = None
 
     def without_padding(self, rows: list[Row]) -> list[Row]:

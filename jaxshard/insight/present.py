@@ -110,6 +110,8 @@ def _why(found: Search, plan: Scored, pins: dict[str, Any]) -> str:
 
 
 def _pinned(config: Config, option: str, given: Given) -> bool:
+    if option == "zero" and config.zero is None:
+        return False  # --zero null leaves it to the mesh
     return option in given.options or _value(config, option) != _value(Config(), option)
 
 

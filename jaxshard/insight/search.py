@@ -110,7 +110,8 @@ def pins_of(config: Config, given: Mapping[str, Any]) -> Pins:
         given: names of the options on the command line.
     """
     values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
-    fields = {field: values[option] for option, field in SEARCHED.items() if option in given}
+    chosen = lambda option: option in given and (option != "zero" or config.zero is not None)
+    fields = {field: values[option] for option, field in SEARCHED.items() if chosen(option)}
     fields |= {f: values[option] for option, f in DEPENDENT.items() if option in given and values[option] is not None}
     return Pins(parse_mesh(config.mesh) if "mesh" in given and config.mesh != "auto" else {}, fields)
 

@@ -32,7 +32,7 @@ def join_processes(mesh: str | None, kind: str, fake_devices: int | None) -> int
     arguments = launch_arguments(os.environ)
     if arguments is None:
         return 1
-    count = int(arguments.get("num_processes") or next(os.environ[name] for name in _LAUNCHERS if name in os.environ))
+    count = arguments.get("num_processes") or max(_launched(os.environ))
     cpu = kind == "cpu" or (kind == "auto" and not accelerator_present())
     wanted = fake_devices or math.prod(size for size in parse_mesh(mesh).values() if size != -1)
     if cpu and wanted % count:
@@ -69,8 +69,12 @@ def launch_arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return (
             {"coordinator_address": given[ADDRESS], "num_processes": count, "process_id": rank} if count > 1 else None
         )
-    started = any(int(environment.get(name) or 1) > 1 for name in _LAUNCHERS)
-    return {} if started else None
+    return {} if max(_launched(environment)) > 1 else None
+
+
+def _launched(environment: Mapping[str, str]) -> list[int]:
+    """Processes by each launcher's account; one launcher may run inside another."""
+    return [int(environment.get(name) or 1) for name in _LAUNCHERS]
 
 
 @contextmanager
