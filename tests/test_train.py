@@ -91,7 +91,9 @@ def test_the_loss_falls(tmp_path, capsys):
 
 def test_sigterm_saves_and_the_run_goes_on(tmp_path):
     folder = tmp_path / "run"
+    # A checkpoint after every step, so that whenever the signal comes, the step it ends is saved already.
     command = [sys.executable, str(ROOT / "run.py"), *TINY, "--mesh", "dp=2", "--train.steps", "100000"]
+    command += ["--checkpoint.every", "1"]
     process = subprocess.Popen([*command, "--output", str(folder)], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not ((folder / "metrics.jsonl").exists() and losses(folder)) and time.monotonic() < deadline:

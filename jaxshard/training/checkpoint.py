@@ -32,6 +32,9 @@ class Checkpoints:
     Args:
         folder: created on the first save.
         keep: newest checkpoints that are kept; older ones are deleted once a newer one is complete.
+
+    Attributes:
+        newest: step of the last save that this object began.
     """
 
     def __init__(self, folder: Path, keep: int = 3):
@@ -40,6 +43,7 @@ class Checkpoints:
         self._keep = keep
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pending: tuple[int, int] | None = None  # Step and bytes of the save under way.
+        self.newest: int | None = None
         self._sweeper: threading.Thread | None = None
         _quiet()
 
@@ -88,6 +92,7 @@ class Checkpoints:
             self._writer = self._writer or ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat), meta=ocp.args.JsonSave(content))
             self._writer.save(self.folder / str(step), args=args)
+        self.newest = step
         return True
 
     def wait(self) -> None:

@@ -241,7 +241,8 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> d
 def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopRequest, began: float) -> dict[str, Any]:
     """Saves, evaluates, shows a sample, and says where everything is."""
     console, folder = parts.console, parts.folder
-    if step > start or parts.saved.latest() is None:
+    # A signal that comes during the save of the last step leaves the loop with that step saved already.
+    if parts.saved.newest != step and (step > start or parts.saved.latest() is None):
         _save(parts, step, state)
     if request:
         parts.saved.wait()
