@@ -27,7 +27,8 @@ from jaxshard.insight.confirm import compiler_missing
 from jaxshard.insight.efficiency import XLA, Constants
 from jaxshard.insight.hardware import Measured, parse_target
 from jaxshard.insight.links import fabric, with_measured
-from jaxshard.insight.measure import size_of, time_text
+from jaxshard.insight.measure import size_of
+from jaxshard.insight.roofline import seconds_text
 from jaxshard.parallel.distributed import join_processes, launch_arguments
 from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh
 
@@ -156,7 +157,8 @@ def test_bad_input_is_one_line(capsys, line, said):
 
 def test_sizes_and_times_as_people_write_them():
     assert [size_of(text) for text in ("4096", "64MiB", "1 GiB", "8k", "2GB")] == [2**12, 2**26, 2**30, 2**13, 2**31]
-    assert [time_text(s) for s in (1.234e-5, 2e-3, 1.5)] == ["12.3 us", "2 ms", "1.5 s"]
+    texts = [seconds_text(seconds) for seconds in (1.234e-5, 2e-3, 1.5, math.inf, math.nan)]
+    assert texts == ["12.3 us", "2 ms", "1.5 s", "not known", "not known"]
 
 
 # The fit, and what a plan makes of it.

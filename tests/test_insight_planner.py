@@ -411,6 +411,13 @@ def test_compiled_plans_stand_in_the_order_of_their_schedules(monkeypatch):
     near = [replace(plan, timeline=Timeline({"matmuls": 1 + 1e-6 * n}, {}, ())) for n, plan in enumerate(plans[:3])]
     simple = planner.by_compiled_time(near)[0].scored.candidate
     assert simple.complexity <= min(plan.scored.candidate.complexity for plan in near)
+    # One that the compiler could not handle keeps its place, and those behind it are in order all the same.
+    timed = [None, 3.0, None, 1.0]
+    mixed = [
+        replace(plan, timeline=seconds and Timeline({"matmuls": seconds}, {}, ()))
+        for plan, seconds in zip(plans[:4], timed, strict=True)
+    ]
+    assert planner.by_compiled_time(mixed) == [mixed[place] for place in (0, 3, 2, 1)]
 
 
 def test_what_the_compiler_refuses_is_never_offered(monkeypatch):

@@ -93,6 +93,52 @@ def test_what_the_compiler_rematerialises_is_told_apart():
     assert walk(parse(moved), COSTS).again == 0
 
 
+QUEUE = """HloModule queue, is_scheduled=true, num_partitions=16
+
+ENTRY %main (a: bf16[512,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
+  %a = bf16[512,4096]{1,0} parameter(0)
+  %b = bf16[4096,4096]{1,0} parameter(1)
+  %first = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%a), channel_id=1, replica_groups=[2,8]<=[8,2]T(1,0), dimensions={0}
+  %second = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%a), channel_id=2, replica_groups=[2,8]<=[8,2]T(1,0), dimensions={0}
+  %late = bf16[4096,4096]{1,0} all-gather-done(%second)
+  %early = bf16[4096,4096]{1,0} all-gather-done(%first)
+  ROOT %end = bf16[4096,4096]{1,0} bitcast(%early)
+}
+"""  # noqa: E501
+
+
+def test_waiting_for_another_collective_hides_nothing():
+    rates, net = COSTS.rates, COSTS.rates.hw.net
+    gather = reduce_scatter(group(net, 8, 2), 2 * 4096 * 4096, net, rates.c, rates.software)
+    found = walk(parse(QUEUE), COSTS)
+    assert (found.hidden, found.parts[SLOWED]) == ({}, 0)
+    assert found.seconds == pytest.approx(2 * gather)
+    product = "  %product = bf16[4096,4096]{1,0} dot(%b, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    found = walk(parse(QUEUE.replace("  %late", f"{product}  %late")), COSTS)
+    behind = rates.matmul(4096, 4096, 4096)  # of the first alone: the second has not begun
+    assert found.hidden == {"collectives over dp": pytest.approx(behind)}
+    assert found.seconds == pytest.approx(2 * gather + rates.c.borrowed * behind)
+
+
+BRANCH = """%branch.{trips} (r: (s32[], bf16[4096,4096])) -> (s32[], bf16[4096,4096]) {{
+  %r = (s32[], bf16[4096,4096]{{1,0}}) parameter(0)
+  ROOT %loop.{trips} = (s32[], bf16[4096,4096]{{1,0}}) while(%r), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}
+}}
+
+"""  # noqa: E501
+CHOICE = """  %choice = (s32[], bf16[4096,4096]{1,0}) conditional(%zero, %loop, %loop, %loop), branch_computations={%branch.2, %branch.4, %branch.3}
+"""  # noqa: E501
+BRANCHES = PROGRAM.replace(
+    "ENTRY %main", "".join(BRANCH.format(trips=trips) for trips in (2, 4, 3)) + "ENTRY %main"
+).replace("  ROOT %end", CHOICE + "  ROOT %end")
+
+
+def test_of_branches_the_longest_is_taken_and_shown():
+    found = walk(parse(BRANCHES), COSTS)
+    assert [(block.name, block.runs) for block in found.blocks] == [("step", 1), ("loop", 8), ("loop.4", 4)]
+    assert found.parts["matmuls"] == pytest.approx((9 + 4) * COSTS.rates.matmul(4096, 4096, 4096))
+
+
 def test_a_slower_network_never_makes_a_step_faster():
     seconds = [walk(parse(PROGRAM), roofline(H100.with_network(1e9 * rate), MESH)).seconds for rate in (400, 50, 5, 1)]
     assert seconds == sorted(seconds)

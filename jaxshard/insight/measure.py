@@ -14,6 +14,7 @@ from jaxshard.errors import InputError
 from jaxshard.insight.bandwidth import Measurement, cases, largest_that_fits, measure
 from jaxshard.insight.calibration import Calibration, calibrate, write_calibration
 from jaxshard.insight.hardware import parse_target
+from jaxshard.insight.roofline import seconds_text
 from jaxshard.parallel.distributed import join_processes, stdout_to_stderr
 from jaxshard.parallel.mesh import SHORT, build_mesh, open_devices, resolve_mesh
 
@@ -90,7 +91,7 @@ def _show(console: Console, mesh: str, devices: list[Any], found: list[Measureme
             SHORT[row.axis],
             row.members,
             row.bytes,
-            time_text(row.seconds),
+            seconds_text(row.seconds),
             f"{row.algorithm_bandwidth / 1e9:.3f}",
             f"{row.bus_bandwidth / 1e9:.3f}",
             "yes" if row.correct else "WRONG",
@@ -101,11 +102,3 @@ def _show(console: Console, mesh: str, devices: list[Any], found: list[Measureme
     console.table(f"Collectives on {len(devices)} x {devices[0].device_kind}, mesh {mesh}", columns, rows)
     for sentence in fitted.sentences():
         console.line(sentence)
-
-
-def time_text(seconds: float) -> str:
-    """Returns "12.3 us", "1.23 ms" or "1.20 s"."""
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
-        if seconds < 1000 * scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -1,6 +1,5 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
-import itertools
 import math
 import re
 import shlex
@@ -175,10 +174,11 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
 
 
 def by_compiled_time(plans: list[Plan]) -> list[Plan]:
-    """The plans at the head whose schedule is known in its order, a simpler one before one that is hardly faster."""
-    head = list(itertools.takewhile(lambda plan: plan.timeline, plans))
+    """The plans whose schedule is known in its order, a simpler one before one that is hardly faster; the others stay
+    where they are."""
     seconds = lambda plan: plan.timeline.seconds * (1 + PREFERENCE @ plan.scored.candidate.complexity)
-    return sorted(head, key=seconds) + plans[len(head) :]
+    known = iter(sorted((plan for plan in plans if plan.timeline), key=seconds))
+    return [next(known) if plan.timeline else plan for plan in plans]
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,10 @@ def _products(module: Module, computation: Computation, instruction: Instruction
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds for people: "1.23 s", "45.6 ms", "7.8 us"."""
+    """Seconds for people: "1.23 s", "45.6 ms", "7.8 us"; "not known" where they are not finite."""
+    if not math.isfinite(seconds):
+        return "not known"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us" if math.isfinite(seconds) else "not known"
+    return f"{seconds * 1e6:.3g} us"

@@ -118,6 +118,18 @@ def walk(module: Module, costs: Roofline) -> Timeline:
     )
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A collective or copy that is under way."""
+
+    lane: str
+    kind: str
+    seconds: float
+    end: float
+    computed: float
+    """Of its clock when it was started."""
+
+
 @dataclass
 class _Clock:
     """The state of one schedule while it is walked."""
@@ -125,8 +137,10 @@ class _Clock:
     now: float = 0.0
     lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Lane -> when it is free again."""
-    flying: dict[str, tuple[str, str, float, float]] = field(default_factory=dict)
-    """Handle -> (lane, kind, seconds, end)."""
+    flying: dict[str, _Flight] = field(default_factory=dict)
+    """By handle."""
+    computed: float = 0.0
+    """Seconds of computation so far; the rest of `now` is waiting."""
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = field(default_factory=list)
@@ -136,6 +150,7 @@ class _Clock:
         self.show("computation", kind, self.now, self.now + seconds)
         self.parts[kind] += seconds
         self.now += seconds
+        self.computed += seconds
 
     def show(self, lane: str, kind: str, start: float, end: float) -> None:
         last = next((span for span in reversed(self.spans) if span.lane == lane), None)
@@ -196,18 +211,29 @@ class _Walker:
             trips = body.loops[-1].trips
             trips = 1 if trips is None else trips
             results = [(self.run(body, instruction.name, _what(instruction), runs * trips), trips)]
+        elif instruction.opcode == "conditional":
+            results = [(self.longest(inner, runs), 1)]
         else:
             results = [(self.run(scope, "", "", runs), 1) for scope in inner]
-            if instruction.opcode == "conditional":
-                results = [max(results, key=lambda result: result[0].now)]
         for result, times in results:
             kind = instruction.name if instruction.opcode == "while" else instruction.opcode
             clock.show("computation", kind, clock.now, clock.now + result.now * times)
             clock.now += result.now * times
+            clock.computed += result.computed * times
             clock.again += result.again * times
             for total, one in ((clock.parts, result.parts), (clock.hidden, result.hidden)):
                 for kind, seconds in one.items():
                     total[kind] += seconds * times
+
+    def longest(self, branches: list[Scope], runs: int) -> _Clock:
+        """Runs every branch and keeps the one that takes longest; no loop of the others is shown."""
+        before, found = len(self.blocks), []
+        for branch in branches:
+            found.append((self.run(branch, "", "", runs), self.blocks[before:]))
+            del self.blocks[before:]
+        result, shown = max(found, key=lambda each: each[0].now)
+        self.blocks.extend(shown)
+        return result
 
     def start(
         self, lane: str, kind: str, seconds: float, instruction: Instruction, clock: _Clock, is_async: bool
@@ -220,20 +246,20 @@ class _Walker:
         if lane == "network":
             clock.show(lane, kind, begins, ends)
         if is_async:
-            clock.flying[instruction.name] = (lane, kind, seconds, ends)
+            clock.flying[instruction.name] = _Flight(lane, kind, seconds, ends, clock.computed)
         else:
             clock.parts[kind] += ends - clock.now
             clock.now = ends
 
     def finish(self, handle: str, clock: _Clock) -> None:
-        """Waits for what is under way; what ran behind computation has slowed it on a GPU."""
-        lane, kind, seconds, end = clock.flying.pop(handle)
-        exposed = max(0.0, end - clock.now)
-        clock.parts[kind] += exposed
+        """Waits for what is under way; what ran behind computation, not other waiting, has slowed it on a GPU."""
+        flight = clock.flying.pop(handle)
+        exposed = max(0.0, flight.end - clock.now)
+        clock.parts[flight.kind] += exposed
         clock.now += exposed
-        if lane == "network":
-            behind = max(0.0, seconds - exposed)
-            clock.hidden[kind] += behind
+        if flight.lane == "network":
+            behind = min(max(0.0, flight.seconds - exposed), clock.computed - flight.computed)
+            clock.hidden[flight.kind] += behind
             borrowed = 0.0 if self.costs.rates.hw.matrix.systolic else self.costs.rates.c.borrowed
             clock.parts[SLOWED] += borrowed * behind
             clock.now += borrowed * behind
