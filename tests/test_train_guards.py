@@ -1,6 +1,7 @@
 """Runs that go wrong: nothing is lost, and what happened is said in a line."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,10 @@ def test_what_changed_is_said_and_the_old_configuration_kept(finished, capsys):
 
 
 def test_a_stop_while_compiling_saves_and_the_run_begins(tmp_path, monkeypatch, capsys):
-    import os
-    import signal
-
     compile_ = loop._compile
 
     def stopped(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return compile_(*args)
 
     folder = tmp_path / "run"
@@ -122,6 +120,6 @@ def test_values_beyond_what_works_are_refused(option, value, part, tmp_path, cap
     assert part in error and error.count("\n") == 1
 
 
-def test_an_output_path_that_cannot_be_is_refused(capsys):
-    assert run([*TINY, "--train.steps", "1", "--output", "/tmp/" + "x" * 300]) == 2
+def test_an_output_path_that_cannot_be_is_refused(tmp_path, capsys):
+    assert run([*TINY, "--train.steps", "1", "--output", str(tmp_path / ("x" * 300))]) == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from jaxshard.training.start import (
     checkpoints,
     first_or_restored,
     open_run,
-    prepare_output,
+    output_folder,
     resolved,
     run_facts,
     write_config,
@@ -84,7 +84,7 @@ def run(config: Config, *, console: Console, resume: str | None, foresight: Fore
         parse_mesh(config.mesh)  # before the folder is touched
     with ExitStack() as stack:
         request = stack.enter_context(stop_on_signal())
-        folder = prepare_output(config, resume)
+        folder = stack.enter_context(output_folder(config, resume))
         dataset, program = open_run(config, foresight.layout)
         config = resolved(program.config, program)
         console.line(dataset.describe())
@@ -103,8 +103,10 @@ def run(config: Config, *, console: Console, resume: str | None, foresight: Fore
         if 0 < parts.end <= start:
             console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
             return {"step": start, "output": str(folder)}
-        compiled = _compile(program, forecast, console)
-        state, step = run_steps(parts, compiled, state, start, request)
+        step = start
+        if not request:
+            compiled = _compile(program, forecast, console)
+            state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
 
@@ -246,10 +248,12 @@ def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopR
         _save(parts, step, state)
     if request:
         parts.saved.wait()
-        console.line(
-            f"stopped by {request.name} after step {step}; saved. Go on with: "
-            f"python run.py train --resume --output {folder}"
+        rest = (
+            "It was the last step"
+            if step >= parts.end
+            else f"Go on with: python run.py train --resume --output {folder}"
         )
+        console.line(f"stopped by {request.name} after step {step}; saved. {rest}")
         return {"exit_code": STOPPED_BY_SIGNAL, "step": step, "output": str(folder)}
     summary: dict[str, Any] = {"step": step, "output": str(folder)}
     if parts.evaluator.possible:

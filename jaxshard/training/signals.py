@@ -2,9 +2,13 @@
 
 import os
 import signal
-import sys
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_END = b"\0"
 
 
 class StopRequest:
@@ -23,16 +27,43 @@ def stop_on_signal() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, _frame) -> None:
-        if request and number == signal.SIGINT:
-            # Unwinding would wait for, or crash in, threads of compilers and writers. A checkpoint is whole or not
-            # there at all, so nothing is lost by leaving at once.
-            print("interrupted", file=sys.stderr, flush=True)
-            os._exit(1)
-        request.name = signal.Signals(number).name
+        request.name = request.name or signal.Signals(number).name
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in _STOPS}
     try:
-        yield request
+        with _leave_on_second_interrupt():
+            yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: one that Python has not set and cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _leave_on_second_interrupt() -> Iterator[None]:
+    """Ends the process in a thread: a handler waits while native code, such as a compiler, holds the main thread."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watch = threading.Thread(target=_watch, args=(reader,), name="second_interrupt", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.send(_END)
+        watch.join()
+        writer.close()
+        reader.close()
+
+
+def _watch(signals: socket.socket) -> None:
+    """Reads the number of each signal as it comes, a byte each."""
+    asked = False
+    while (number := signals.recv(1)) != _END:
+        if asked and number[0] == signal.SIGINT:
+            # Unwinding would wait for, or crash in, threads of compilers and writers. A checkpoint is whole or not
+            # there at all, so nothing is lost by leaving at once.
+            os.write(2, b"interrupted\n")
+            os._exit(1)
+        asked = asked or number[0] in _STOPS

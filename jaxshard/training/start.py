@@ -1,10 +1,13 @@
 """From a configuration to a program ready to run: data, devices, folder, first or restored state."""
 
+import fcntl
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 
@@ -19,7 +22,7 @@ from jaxshard.training.layer_order import in_layer_order
 from jaxshard.training.program import Program, build_program
 from jaxshard.training.state import TrainState
 
-CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
+CONFIG_FILE, METRICS_FILE, LOCK_FILE = "config.yaml", "metrics.jsonl", ".lock"
 FREE_TO_CHANGE = {"dropout", "attention", "max_seq_len"}
 """Fields of the model that may change when a run goes on: the parameters mean the same."""
 
@@ -51,38 +54,60 @@ def checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(Path(config.output or ".") / "checkpoints", config.checkpoint.keep)
 
 
-def prepare_output(config: Config, resume: str | None) -> Path:
-    """Makes the run's folder, and refuses one that cannot be written or holds another run.
+@contextmanager
+def output_folder(config: Config, resume: str | None) -> Iterator[Path]:
+    """Makes the run's folder and keeps other runs out of it until the block ends or the process is gone.
 
     Args:
         config: of the run.
         resume: "required", "auto" or None.
 
     Raises:
-        InputError: the folder cannot be made or written, holds a run that is not to be resumed, or holds none.
+        InputError: the folder cannot be made or written, is in use, holds a run that is not to be resumed, or none.
     """
     folder = Path(config.output or ".")
+    with ExitStack() as stack:
+        try:
+            if resume == "required" and not (folder / CONFIG_FILE).exists():
+                raise InputError(
+                    f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            _keep_others_out(stack.enter_context((folder / LOCK_FILE).open("wb")), folder)
+            if resume is None and _holds_run(folder):
+                raise InputError(
+                    f"{folder} already holds a run: choose another --output, go on with it (--resume), or delete it "
+                    "first"
+                )
+            probe = folder / ".writable"
+            probe.write_text(" " * 65536)
+            probe.unlink()
+        except (OSError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"output folder {folder} cannot be written ({_reason(error)}): choose another --output"
+            ) from None
+        yield folder
+
+
+def _keep_others_out(lock: BinaryIO, folder: Path) -> None:
+    """Locks the file; the system lets go of it when the process ends, however it ends."""
     try:
-        holds_run = any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "checkpoints"))
-        if holds_run and resume is None:
-            raise InputError(
-                f"{folder} already holds a run: choose another --output, go on with it (--resume), or delete it first"
-            )
-        if resume == "required" and not (folder / CONFIG_FILE).exists():
-            raise InputError(
-                f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text(" " * 65536)
-        probe.unlink()
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise InputError(
-            f"output folder {folder} cannot be written ({_reason(error)}): choose another --output"
+            f"another run is writing into {folder}: wait until it has ended, or choose another --output"
         ) from None
-    return folder
+    except OSError:
+        pass  # A file system without locks.
+
+
+def _holds_run(folder: Path) -> bool:
+    # Killed before it wrote its configuration, a run may leave metrics without a line: nothing to go on with or lose.
+    metrics = folder / METRICS_FILE
+    logged = metrics.exists() and metrics.stat().st_size > 0
+    return logged or any((folder / name).exists() for name in (CONFIG_FILE, "checkpoints"))
 
 
 def _reason(error: Exception) -> str:
@@ -98,9 +123,10 @@ def write_config(config: Config, folder: Path, start: int = 0) -> None:
     path, draft = folder / CONFIG_FILE, folder / f".{CONFIG_FILE}.tmp"
     text = config_to_yaml(config)
     try:
-        if path.exists() and path.read_text() != text:
-            os.replace(path, folder / f"config.before-{start}.yaml")
         draft.write_text(text)
+        if path.exists() and path.read_text() != text:
+            shutil.copyfile(path, folder / f"config.before-{start}.yaml")
+        # At every moment there is one: without it the run could neither go on nor be begun again.
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
