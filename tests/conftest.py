@@ -1,6 +1,16 @@
-"""Eight faked CPU devices for every test, chosen before any backend starts."""
+"""Eight faked CPU devices for every test, whatever this machine has and whatever its environment says."""
 
-import jax
+import os
+
+# What would choose other devices, join other processes, or colour what is compared.
+_OTHERS = ("JAX_", "XLA_", "SLURM_", "OMPI_", "PMI_", "TTY_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES")
+for _name in [name for name in os.environ if name.startswith(_OTHERS)]:
+    del os.environ[_name]
+os.environ["JAX_PLATFORMS"] = "cpu"
+# On a busy machine a faked device may keep the others waiting for longer than the 40 s after which XLA aborts.
+os.environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+
+import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -135,8 +135,8 @@ def test_a_failed_write_names_the_folder_and_keeps_the_good_ones(saved):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # Like a full disk: writes fail in the background.
     try:
-        saved.save(2, noise, {})
         with pytest.raises(InputError) as told:
+            saved.save(2, noise, {})
             saved.save(3, noise, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -228,12 +228,13 @@ if sys.argv[1] == "save":
         saved.wait()
         saved.save(8, state, {{}})
         saved.restore(8, state)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, -1))  # Orbax logs failures with a traceback.
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # Orbax logs failures with a traceback.
         try:
             saved.save(9, state, {{}})
             saved.wait()
         except InputError:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 else:
     found = describe(folder, 7)
     assert found.bytes == 68 and found.meta == {{"mesh": "dp=1"}}
@@ -241,7 +242,7 @@ else:
         ("params.w", (4, 8), "bfloat16", 64), ("step", (), "int32", 4)]
     assert describe(folder).step == 8
 """
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     for what in ("save", "read"):
         # Any use of a device would fail where there is no such platform.
         env |= {"JAX_PLATFORMS": "cpu" if what == "save" else "none"}

@@ -281,9 +281,11 @@ def test_devices_that_cannot_be_shared_are_refused_before_anyone_waits(monkeypat
 @pytest.mark.slow
 def test_two_processes_measure_together(tmp_path):
     """Two devices each; the first one prints and writes, the other says nothing on stdout."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    # Bound until the end, so that nobody else is given the port; the first process may share it.
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    kept.bind(("localhost", 0))
+    address = f"localhost:{kept.getsockname()[1]}"
     file = tmp_path / "network.json"
     line = ["collectives", "--mesh", "dp=2,tp=2", "--largest", "1KiB", "--json", "--calibration"]
     runs = []
@@ -298,7 +300,8 @@ def test_two_processes_measure_together(tmp_path):
         runs.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    (out, error), (other, _) = (run.communicate(timeout=300) for run in runs)
+    (out, error), (other, _) = (run.communicate(timeout=600) for run in runs)
+    kept.close()
     assert [run.returncode for run in runs] == [0, 0], error
     assert other == ""
     result = json.loads(out)

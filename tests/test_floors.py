@@ -124,7 +124,7 @@ def without_jax() -> list[str]:
 
 def test_what_must_start_fast_does_not_load_jax():
     code = f"import sys, {', '.join(without_jax())}; sys.exit('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr or "jax was imported"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import accelerator_present, parse_mesh
+from jaxshard.parallel.mesh import cpu_by_default, parse_mesh
 
 ADDRESS, COUNT, RANK = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """Variables of the environment that start processes by hand: host:port of the first, their number, and one's own."""
@@ -33,7 +33,7 @@ def join_processes(mesh: str | None, kind: str, fake_devices: int | None) -> int
     if arguments is None:
         return 1
     count = arguments.get("num_processes") or max(_launched(os.environ))
-    cpu = kind == "cpu" or (kind == "auto" and not accelerator_present())
+    cpu = kind == "cpu" or (kind == "auto" and cpu_by_default())
     wanted = fake_devices or math.prod(size for size in parse_mesh(mesh).values() if size != -1)
     if cpu and wanted % count:
         raise InputError(

@@ -123,6 +123,12 @@ def accelerator_present() -> bool:
     return any(True for node in nodes for _ in Path("/dev").glob(node))
 
 
+def cpu_by_default() -> bool:
+    """Whether devices are CPUs where no option says what they are."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")  # what the user asks of jax outside of our options
+    return platforms == "cpu" or (platforms == "" and not accelerator_present())
+
+
 def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[Device]:
     """Returns the devices to run on, faking CPU devices where there is no accelerator.
 
@@ -137,9 +143,7 @@ def open_devices(mesh: str | None, kind: str, fake_devices: int | None) -> list[
     sizes = parse_mesh(mesh)
     if fake_devices is not None and kind in ("gpu", "tpu"):
         raise InputError(f"--fake-devices {fake_devices} fakes CPU devices, and --devices asks for {kind}: drop one")
-    platforms = os.environ.get("JAX_PLATFORMS", "")  # what the user asks of jax outside of our options
-    automatic = platforms == "cpu" or (platforms == "" and not accelerator_present())
-    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and automatic)
+    cpu = kind == "cpu" or fake_devices is not None or (kind == "auto" and cpu_by_default())
     wanted = fake_devices or math.prod(size for size in sizes.values() if size != -1)
     if cpu and wanted > MOST_FAKED:
         raise InputError(

@@ -123,8 +123,8 @@ def write_config(config: Config, folder: Path, start: int = 0) -> None:
     path, draft = folder / CONFIG_FILE, folder / f".{CONFIG_FILE}.tmp"
     text = config_to_yaml(config)
     try:
-        draft.write_text(text)
-        if path.exists() and path.read_text() != text:
+        draft.write_text(text, encoding="utf-8")
+        if path.exists() and path.read_text(encoding="utf-8") != text:
             shutil.copyfile(path, folder / f"config.before-{start}.yaml")
         # At every moment there is one: without it the run could neither go on nor be begun again.
         os.replace(draft, path)
