@@ -37,6 +37,8 @@ def config(mesh, zero=0, model=None, optim="adamw", pack=True, **train):
 
 SP = {"sequence_parallel": True}
 FULL_KV = LLAMA | {"n_kv_heads": 8}
+MIXED_KV = LLAMA | {"d_model": 192, "n_heads": 12, "n_kv_heads": 3, "d_ff": 512}
+"""On tp=4 each device has 3 query heads, of one kv head or of two; keys are shaped like a device's queries."""
 FAST = {
     "ddp": config("dp=8"),
     "zero 3 with tp": config("dp=4,tp=2", 3),
@@ -65,6 +67,7 @@ SLOW = {
     "zero 3, full": config("dp=8", 3, remat="full"),
     "zero 3, offload": config("dp=8", 3, remat="offload"),
     "tp, shared kv heads": config("tp=8", remat="full"),
+    "zero 1 with tp, mixed kv heads": config("dp=2,tp=4", 1, MIXED_KV),
     "zero 3 with tp sp, full": config("dp=2,tp=4", 3, remat="full", **SP),
     "zero 2 with tp, accumulation, full": config("dp=2,tp=4", 2, accumulation=2, remat="full"),
     "replicas": config("replica=2,dp=4"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import pytest
 from jax.sharding import PartitionSpec
-from ledger_layouts import ALL, FULL_KV, PIPELINES, agreeing, config, ledger, program_for
+from ledger_layouts import ALL, FULL_KV, MIXED_KV, PIPELINES, agreeing, config, ledger, program_for
 
 from jaxshard.insight.check import check
 from jaxshard.insight.expected import expected
@@ -118,6 +118,23 @@ def test_a_sum_where_a_scatter_would_do_is_no_excuse_on_gpus():
     assert found.ok and found.facts is not None
     judged = check(found.rows, found.facts, "gpu")
     assert any("twice the bytes" in item.reason for item in judged.unexpected)
+
+
+def test_nor_is_it_for_weights_that_look_like_some_that_are_only_bounded():
+    """Keys and values are whole on every device, and shaped like its queries: those are scattered all the same."""
+    found = ledger(program_for(config("dp=2,tp=4", 1, MIXED_KV, precision="fp32"), CPU), CPU)
+    assert found.ok and found.facts is not None
+    assert found.facts.alike == {"blocks.attention.query", "blocks.attention.out"}
+    query = 3 * 192 * 3 * 32 * 4  # layers, width, a device's heads, fp32
+    said = {item.reason.partition(":")[0]: item.bytes for item in check(found.rows, found.facts, "gpu").unexpected}
+    assert said["gradient reduction of norms, biases and whole tables"] == 2 * query
+    assert said["gradient reduction"] > 2 * query  # MLP and vocabulary: compared in closed form, as ever
+
+
+def test_gradients_of_kv_heads_that_several_devices_use_are_summed_and_not_gathered():
+    found = agreeing(config("dp=2,tp=4", 0, MIXED_KV), CPU)
+    kv = [row for row in found.rows if row.family == "kv"]
+    assert {row.kind for row in kv} == {"all-reduce"} and {row.axes for row in kv} == {("model",)}
 
 
 def test_full_kv_heads_differ_from_shared_ones():

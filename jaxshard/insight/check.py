@@ -3,7 +3,8 @@
 Known rewrites, named where they are met: the CPU compiler forms no reduce-scatter and has no 16-bit arithmetic; the
 TPU compiler sums whole arrays where they are small or awkward to scatter, gathers short vectors by a sum, and joins
 sums over two axes; any compiler may move a sum, or the gather of a table, out of its loop. On GPUs an
-all-reduce in place of a reduce-scatter is not excused: it moves twice the bytes.
+all-reduce in place of a reduce-scatter is not excused: it moves twice the bytes. Only gradients of norms, biases and
+tables that several devices hold whole may take any way, within `expected.vector_bounds`.
 """
 
 from collections.abc import Iterable
@@ -70,18 +71,16 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
         own = sum(row.total for row in rows if _of_optimizer(row))
         unpredicted = {name: f"{why}: {own:,} bytes are not compared" for name, why in unpredicted.items()}
         rows = [row for row in rows if not _of_optimizer(row)]
-    # kv weights that all devices hold are shaped like others, and are held between bounds: then all gradients are.
-    bounded = {"vector", "gradient"} if any(w.whole and w.role == "matrix" for w in facts.weights) else {"vector"}
-    vectors = [row for row in rows if row.family in bounded]
-    rows = [row for row in rows if row.family not in ("bookkeeping", *bounded)]
+    vectors = [row for row in rows if row.family == "vector"]
+    rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
     rows = compare.without_padding(rows)
-    for family in dict.fromkeys([row.family for row in (*wanted, *rows) if row.family not in bounded]):
+    for family in dict.fromkeys([row.family for row in (*wanted, *rows) if row.family != "vector"]):
         compare.family(
             family,
             [compare.as_asked(row) for row in rows if row.family == family],
             [row for row in wanted if row.family == family],
         )
-    compare.vectors(vectors, [row for row in wanted if row.family in bounded])
+    compare.vectors(vectors, [row for row in wanted if row.family == "vector"])
     return Check(
         tuple(wanted),
         tuple(compare.missing),
@@ -178,7 +177,7 @@ class _Comparison:
 
     def _kept(self, family: str, text: str, want: list[Expected], lacking: int) -> int:
         """Bytes that the CPU compiler need not gather: in a pipeline it may keep a weight from forward to backward."""
-        again = sum(row.total for row in want if row.text == "layers, backward")
+        again = sum(row.total for row in want if row.again)
         if self.platform != "cpu" or family != "gather" or not self.facts.schedule or not 0 < lacking <= again:
             return 0
         self.rewrites[f"{text}: what is gathered for the forward pass is kept for the backward pass"] = None
@@ -209,7 +208,12 @@ class _Comparison:
                 self.rewrites[f"{text}: {kind} for {' and '.join(sorted(wanted))}"] = None
 
     def vectors(self, rows: list[Row], wanted: list[Expected]) -> None:
-        """Gradients of norms, biases and whole tables: over the axes in any order, in the loop or after it."""
+        """Gradients of norms, biases and whole tables: over the axes in any order, in the loop or after it.
+
+        Args:
+            rows: what was found of them, and of weights that cannot be told from them (`Facts.alike`).
+            wanted: those weights' own traffic, which must be scattered where ZeRO scatters it.
+        """
         got = sum(row.total for row in rows)
         least, most = vector_bounds(self.facts)
         least, most = least + sum(row.least for row in wanted), most + sum(row.total for row in wanted)
@@ -218,3 +222,6 @@ class _Comparison:
             self.unexpected.append(Difference(text, axes, got - most, rows[0].source))
         elif got < least:
             self.missing.append(Difference(text, axes or self.facts.used("replica", "data"), least - got))
+        scattered, due = (sum(row.total for row in each if row.kind == "reduce-scatter") for each in (rows, wanted))
+        if self.platform == "gpu" and scattered < due:
+            self.unexpected.append(Difference(f"{text}: {_EXTRA_REDUCE}", axes, due - scattered, rows[0].source))

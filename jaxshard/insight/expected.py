@@ -47,6 +47,8 @@ class Expected:
     """Bytes of all calls, where a compiler moves it out of its loops (a sum commutes, a parameter stays the same)."""
     optional: bool = False
     """A compiler may avoid it."""
+    again: bool = False
+    """The forward pass had it already, and a compiler may have kept it."""
 
     @property
     def total(self) -> int:
@@ -142,25 +144,32 @@ def _made(facts: Facts, runs: Passes, weights: list[WeightFact]) -> int:
 
 
 def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
-    """Those of `vector_bounds` apart: where their sums go first is the compiler's choice."""
+    """Those of `vector_bounds` apart: where their sums go first is the compiler's choice. What looks like one of them
+    is counted with them."""
+    closed = [weight for weight in facts.weights if not weight.bounded]
+    yield from _reductions(facts, runs, "gradient", [w for w in closed if w.path not in facts.alike])
+    yield from _reductions(facts, runs, "vector", [w for w in closed if w.path in facts.alike])
+
+
+def _reductions(facts: Facts, runs: Passes, family: str, weights: list[WeightFact]) -> Iterator[Expected]:
+    """Gradients of these weights over replica and data."""
     g, both = facts.gradient_bytes, facts.used("replica", "data")
     if not both:
         return
     calls = 1 if facts.deferred else facts.accumulation
     made = lambda weights: g * _made(facts, runs, weights)
-    spread = [w for w in facts.weights if w.spread and not w.bounded]
-    whole = [w for w in facts.weights if not w.spread and not w.bounded]
-    yield Expected("gradient", "all-reduce", both, made(whole), calls, "gradients", once=g * _sum(whole))
-    yield Expected("gradient", "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
-    table = [w for w in facts.weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
+    spread, whole = ([w for w in weights if w.spread is is_spread] for is_spread in (True, False))
+    yield Expected(family, "all-reduce", both, made(whole), calls, "gradients", once=g * _sum(whole))
+    yield Expected(family, "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
+    table = [w for w in weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
     kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", both)
     again = g * runs.loss * _sum(table)
-    yield Expected("gradient", kind, axes, again, calls, "the tied table's gradient once more, as head")
+    yield Expected(family, kind, axes, again, calls, "the tied table's gradient once more, as head")
     if facts.used("replica"):
         parts = (made(spread) + again * any(w.spread for w in table)) // facts.mesh.data
         text = "gradient shards across replicas"
         once = g * _sum([*spread, *(w for w in table if w.spread)]) // facts.mesh.data
-        yield Expected("gradient", "all-reduce", facts.used("replica"), parts, calls, text, once=once)
+        yield Expected(family, "all-reduce", facts.used("replica"), parts, calls, text, once=once)
 
 
 def _updates(facts: Facts) -> Iterator[Expected]:
@@ -189,7 +198,7 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
         "gather", "all-gather", data, each(matrices), forward - idle, "layers, forward", optional=runs.single
     )
     yield Expected("gather", "all-gather", data, each(matrices), idle, "layers, in vain", optional=True)
-    yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward")
+    yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward", again=True)
     yield Expected("gather", "all-gather", data, each(vectors), forward, "norms and biases, forward", optional=True)
     # Norm scales and biases are needed again only where what they make is computed again.
     scales = [w for w in vectors if w.role == "norm" and facts.saved != "none"]
@@ -286,7 +295,7 @@ def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
         if heads > 1:
             yield Expected("kv", "all-gather", axes, 2 * head * heads, calls, "gradients of all heads")
     else:
-        yield Expected("kv", "all-reduce", axes, 2 * head * heads, calls, "gradients of all heads", optional=True)
+        yield Expected("kv", "all-reduce", axes, 2 * head * heads, calls, "gradients of all heads")
 
 
 def vector_bounds(facts: Facts) -> tuple[int, int]:

@@ -180,7 +180,22 @@ class Facts:
         return ""
 
     @cached_property
+    def alike(self) -> frozenset[str]:
+        """Paths of weights that are not `bounded`, but by their shapes cannot be told from some that are."""
+        bounded = {weight.path for weight in self.weights if weight.bounded}
+        found, before = bounded, set()
+        while found != before:
+            before = found
+            found = found.union(*(paths for paths in self._paths.values() if found.intersection(paths)))
+        return frozenset(found - bounded)
+
+    @cached_property
     def _names(self) -> dict[Dims, str]:
+        return {key: " or ".join(paths) for key, paths in self._paths.items()}
+
+    @cached_property
+    def _paths(self) -> dict[Dims, list[str]]:
+        """Sizes above 1, sorted, or the number of elements -> the weights that they may be."""
         table: dict[Dims, list[str]] = {}
         for weight in self.weights:
             chunks = self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
@@ -192,7 +207,7 @@ class Facts:
                 for key in (tuple(sorted(dim for dim in dims if dim > 1)), (math.prod(dims),)):
                     if weight.path not in table.setdefault(key, []):
                         table[key].append(weight.path)
-        return {key: " or ".join(paths) for key, paths in table.items()}
+        return table
 
 
 def _parts(dims: Dims, ways: int) -> list[Dims]:

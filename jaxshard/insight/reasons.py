@@ -168,8 +168,9 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
 
 
 def _small(weight: str, facts: Facts) -> bool:
+    """Whether these are weights whose gradients are held between bounds, or look like such."""
     paths = weight.split(" or ")
-    return bool(weight) and all(fact.bounded for fact in facts.weights if fact.path in paths)
+    return bool(weight) and all(w.bounded or w.path in facts.alike for w in facts.weights if w.path in paths)
 
 
 def _groups(weight: str) -> str:

@@ -10,6 +10,7 @@ How weights are placed and how activations are constrained enters through `Conte
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxshard.models.fused_attention import cudnn, cudnn_batchable
 from jaxshard.models.presets import Architecture
-from jaxshard.models.products import add_bias, einsum, whole_gradient
+from jaxshard.models.products import add_bias, einsum, repeat_heads, whole_gradient
 
 DOT_NAMES = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 """Names of the activations that come out of a matmul; `--train.remat dots` keeps these."""
@@ -57,6 +58,7 @@ class Context:
         packed: several documents share a sequence, so attention needs their boundaries beside causality.
         split_kv: kv heads are split over the model axis as the query heads are; otherwise they are repeated to one a
             query head before attention.
+        mixed_kv: not split, and some device has query heads of several kv heads.
         vocab_parts: parts that the rows of the token embedding are split into.
         groups: data groups that each sum their own gradient of the embedding, reduced once.
         vmapped: blocks run under `jax.vmap`, over data groups or stages.
@@ -68,6 +70,7 @@ class Context:
     attention: str = "xla"
     packed: bool = True
     split_kv: bool = True
+    mixed_kv: bool = False
     vocab_parts: int = 1
     groups: int = 1
     vmapped: bool = False
@@ -224,7 +227,8 @@ class Attention(nnx.Module):
             return k_BxUxKxE, v_BxUxKxE
         # Each device holds all kv heads and only its query heads: give every query head its own copy.
         each = self.arch.n_heads // self.arch.n_kv_heads
-        repeat = lambda a: ctx.shard(jnp.repeat(a, each, axis=2), ("batch", "sequence", "heads", "head_dim"))
+        copies = repeat_heads if ctx.mixed_kv else partial(jnp.repeat, axis=2)
+        repeat = lambda a: ctx.shard(copies(a, each), ("batch", "sequence", "heads", "head_dim"))
         return repeat(k_BxUxKxE), repeat(v_BxUxKxE)
 
     def merge(self, y_BxTxHxE: jax.Array, ctx: Context) -> jax.Array:

@@ -65,3 +65,23 @@ def sum_groups(x_Gx: jax.Array) -> jax.Array:
         return x_Gx[0]
     ones = jnp.ones(x_Gx.shape[:1], x_Gx.dtype)
     return jnp.tensordot(ones, x_Gx, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeat_heads(k_BxTxKxE: jax.Array, each: int) -> Any:
+    """Every head `each` times: [B, T, each K, E].
+
+    The gradient is summed as a product over all heads. Where the copies of one head lie on several devices, and a
+    device has copies of several, a compiler gathers the gradients of all copies for a plain sum; of a product it sums
+    the parts, which are `each` times smaller.
+    """
+    return jnp.repeat(k_BxTxKxE, each, axis=2)
+
+
+def _repeat_heads_backward(each: int, _: None, dy_BxTxHxE: jax.Array) -> tuple[jax.Array]:
+    H = dy_BxTxHxE.shape[2]
+    of_HxK = jnp.repeat(jnp.eye(H // each, dtype=dy_BxTxHxE.dtype), each, axis=0)
+    return (jnp.einsum("bthe,hk->btke", dy_BxTxHxE, of_HxK, precision=jax.lax.Precision.HIGHEST),)
+
+
+repeat_heads.defvjp(lambda k_BxTxKxE, each: (repeat_heads(k_BxTxKxE, each), None), _repeat_heads_backward)

@@ -144,6 +144,7 @@ def build_program(
         attention=attention_kernel(arch, config, devices[0].platform),
         packed=config.data.pack,
         split_kv=arch.n_kv_heads % shape.model == 0,
+        mixed_kv=arch.n_kv_heads % shape.model != 0 and shape.model % arch.n_kv_heads != 0,
         vocab_parts=shape.stage * shape.model,
         groups=1 if layout.deferred else layout.groups,
         vmapped=layout.deferred or shape.stage > 1,
