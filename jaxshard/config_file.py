@@ -10,16 +10,7 @@ import yaml
 
 from jaxshard.config import Config
 from jaxshard.errors import InputError, nearest
-from jaxshard.options import instantiate, make_parser, options_of, parse_mapping, suggest
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without dates: `output: 2026-01-31` is text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+from jaxshard.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping, suggest
 
 
 def load_config(path: str | Path) -> Config:
@@ -69,7 +60,7 @@ def _commented(text: str, config: Config) -> str:
 def _read(path: Path, names: list[str]) -> dict[str, Any]:
     """Returns the mapping in a YAML file, its keys checked against `names` (dotted)."""
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader = PlainLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         mapping = loader.construct_document(root) if root else None
     except FileNotFoundError:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import docstring_parser
 import jsonargparse
+import yaml
 
 from jaxshard.errors import InputError, nearest
 
@@ -99,6 +100,19 @@ def given_options(argv: Iterable[str], names: Iterable[str]) -> Given:
     return Given({name: text for name, text in found.items() if name in names})
 
 
+class PlainLoader(yaml.SafeLoader):
+    """YAML without dates and without numbers to the base 60: `2026-01-31` and `1:30` are text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [
+            (tag, re.compile(f"(?!.*:){pattern.pattern}", re.VERBOSE) if tag.endswith((":int", ":float")) else pattern)
+            for tag, pattern in resolvers
+            if not tag.endswith(":timestamp")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def make_parser(options: list[Option]) -> jsonargparse.ArgumentParser:
     """Returns a parser of these options that raises ArgumentError."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, add_help=False)
@@ -164,6 +178,8 @@ def parse_arguments(parser: jsonargparse.ArgumentParser, options: list[Option], 
     for token in argv:
         if token.startswith("--") and token[2:].partition("=")[0] not in by_name:
             raise InputError(_explain_unknown(token, by_name))
+    for name, text in given_options(argv, by_name).options.items():
+        _refuse_base_60(by_name[name], text)
     try:
         return _flat(parser.parse_args(argv), options)
     except ArgumentError as error:
@@ -174,17 +190,28 @@ def parse_mapping(
     parser: jsonargparse.ArgumentParser, options: list[Option], mapping: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns values by dotted name from nested dicts whose names are known to be good."""
+    given = {}
+    for option in options:
+        group, _, leaf = option.name.rpartition(".")
+        given[option.name] = (mapping.get(group, {}) if group else mapping).get(leaf, mapping.get(option.name))
+        _refuse_base_60(option, given[option.name])
     try:
         values = _flat(parser.parse_object(mapping), options)
     except ArgumentError as error:
         raise InputError(_explain(str(error), options)) from None
     # On the command line `--output null` means none; in a mapping the text "null" is a text.
     for option in options:
-        group, _, leaf = option.name.rpartition(".")
-        given = (mapping.get(group, {}) if group else mapping).get(leaf, mapping.get(option.name))
-        if option.hint == (str | None) and isinstance(given, str):
-            values[option.name] = given
+        if option.hint == (str | None) and isinstance(given[option.name], str):
+            values[option.name] = given[option.name]
     return values
+
+
+def _refuse_base_60(option: Option, given: Any) -> None:
+    """Refuses 1:30 for a number: the parser's YAML reads it as 90, to the base 60."""
+    kinds = (option.hint, *typing.get_args(option.hint))
+    numbers = any(kind in (int, float) or int in typing.get_args(kind) for kind in kinds)
+    if numbers and re.search(r"\d:\d", str(given)):
+        raise InputError(f"{option.name} is {str(given)!r}: it must be {describe(option.hint)}")
 
 
 def instantiate(instance: Any, values: dict[str, Any], prefix: str = "") -> Any:

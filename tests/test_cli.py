@@ -183,6 +183,8 @@ def test_a_broken_configuration_of_a_run_is_named(command, capsys):
         ("--train.steps", "--train.steps needs a value: a whole number"),
         ("--mesh --zero 1", "--mesh needs a value: text"),
         ("--train.steps 1e3", "train.steps is '1000.0': it must be a whole number (did you mean 1000?)"),
+        ("--train.steps 1:30", "train.steps is '1:30': it must be a whole number"),
+        ("--optim.lr 1:30.5", "optim.lr is '1:30.5': it must be a number"),
         ("--train.steps=", "train.steps is '': it must be a whole number"),
         ("--optim.lr -1e-3", "optim.lr is -0.001: it must be positive"),
         ("--optim.lr nan", "optim.lr is 'nan': it must be a number"),

@@ -59,6 +59,12 @@ def test_values_out_of_range_are_refused_by_name(tmp_path, key, value):
         ("train: {steps: 2.5}", "train.steps is '2.5': it must be a whole number"),
         ("train: {steps: true}", "train.steps is 'True': it must be a whole number"),
         ("train: {steps: null}", "train.steps is null: it must be a whole number"),
+        ("train: {steps: 1:30}", "train.steps is '1:30': it must be a whole number"),
+        ("optim: {lr: 1:30.5}", "optim.lr is '1:30.5': it must be a number"),
+        (
+            "log: {profile_steps: [1:30, 2:00]}",
+            "log.profile_steps is \"['1:30', '2:00']\": it must be a list such as [1,2]",
+        ),
         ("train: {steps: [1]}", "train.steps is '[1]': it must be a whole number"),
         ("optim: {lr: big}", "optim.lr is 'big': it must be a number"),
         ("data: {pack: 3}", "data.pack is '3': it must be true or false"),
