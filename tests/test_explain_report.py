@@ -99,7 +99,7 @@ def test_the_page_has_every_part(page):
         "Verdict",
         "Mesh",
         "What travels, and why",
-        "Bytes a step by axes",
+        "Bytes by axes, of one step",
         "Memory of one device",
         "State of one device under ZeRO 0 to 3",
         "Pipeline",

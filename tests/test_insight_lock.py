@@ -1,13 +1,16 @@
 """Lock files and comparisons of two explanations, as the command runs them."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rich.console
 from ledger_layouts import config, ledger, program_for
 
 from jaxshard import cli
+from jaxshard.console import Console
 from jaxshard.insight import explain
 
 
@@ -148,3 +151,18 @@ def test_long_lists_of_weights_are_cut_in_a_pipe(command, small, capsys):
     assert command("explain", replace(small, rows=tuple(replace(row, parameters=names) for row in small.rows))) == 0
     said = capsys.readouterr().out
     assert "blocks.attention.key, blocks.attention.value … and 5 more (" in said and "mlp.gate" not in said
+
+
+def test_a_narrow_terminal_keeps_words_whole_and_an_optimizers_many_collectives_together(small):
+    optimizer = replace(
+        small.rows[0], family="optimizer", reason="arithmetic of the optimizer", source="muon.py:1", note=""
+    )
+    many = [replace(optimizer, bytes=2**10 * i, count=1, source=f"muon.py:{i}") for i in range(1, 8)]
+    file = io.StringIO()
+    console = Console(file)
+    console._rich = rich.console.Console(file=file, force_terminal=True, color_system=None, width=80)
+    replace(small, rows=(*small.rows, *many)).show(console)
+    said = file.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.count("arithmetic of the optimizer") == 1 and "x 7" in said and "to 7.00 KiB" in said
+    assert all(word in said for word in ("reduction", "collectives", "meanwhile"))

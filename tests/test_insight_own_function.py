@@ -63,6 +63,27 @@ def test_absent_gpus():
         pytest.skip(missing)
     found = jaxshard.explain(jax.jit(step), *arguments(mesh_of(devices_for(target))), target="h100:8")
     assert found.platform == "gpu" and found.to_dict()["bytes_by_axis"]["rows"] == 2 * (D * F // 2) * 4
+    for wrong in ("local", "h100:4", "a100:8"):
+        with pytest.raises(InputError, match="the mesh is 8 x NVIDIA H100 80GB HBM3: name as target= what"):
+            jaxshard.explain(jax.jit(step), *arguments(mesh_of(devices_for(target))), target=wrong)
+
+
+def test_every_array_is_listed_and_branches_are_said(capsys):
+    """A sum of one number in a branch: the train step would call that bookkeeping."""
+    whole = NamedSharding(mesh_of(jax.devices()), PartitionSpec())
+    gathered = lambda x: jax.lax.with_sharding_constraint(x, whole)
+    choose = lambda flag, x: jax.lax.cond(flag, lambda x: gathered(2 * x), lambda x: gathered(x + x.sum()), x)
+    jaxshard.explain(choose, jnp.array(True), arguments(mesh_of(jax.devices()))[2]).show()
+    said = capsys.readouterr().out
+    assert "sum over devices (reduce_sum); only when taken: " in said and "4 B  up to 1" in said
+
+
+def test_a_function_that_sends_nothing_says_so(capsys, tmp_path):
+    found = jaxshard.explain(lambda x: 2 * x, arguments(mesh_of(jax.devices()))[2])
+    found.show()
+    assert "no collectives: nothing travels between devices" in capsys.readouterr().out
+    found.report(tmp_path / "page.html")
+    assert "<p>Nothing.</p>" in (tmp_path / "page.html").read_text()
 
 
 def test_without_a_mesh_it_says_what_to_give():

@@ -17,7 +17,7 @@ from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, 
 from jaxshard.insight.confirm import compile_step
 from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
-from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.hardware import Target, chip_of, parse_target
 from jaxshard.insight.ledger import Row, bytes_by_axis, rows
 from jaxshard.insight.lock import check_writable, differences, hold, read_lock
 from jaxshard.insight.loops import Scope
@@ -144,7 +144,7 @@ def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None
         mesh: whose axes are named; by default that of the first argument with a `NamedSharding`.
 
     Raises:
-        InputError: no mesh is given or found, or the program does not fit the target's memory.
+        InputError: no mesh is given or found, its devices are not the target's, or the program does not fit in memory.
     """
     found = mesh or _mesh_of(args)
     if found is None:
@@ -152,10 +152,21 @@ def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None
             "explain finds no mesh: give mesh=, or arguments whose sharding is a jax.sharding.NamedSharding"
         )
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    hardware = parse_target(target)
+    hardware = _target_of(found, target)
     sizes = dict(zip(found.axis_names, found.devices.shape, strict=True))
     compiled = _fits(compile_for(hardware, jitted, *args))
     return _explanation(compiled, ",".join(f"{axis}={size}" for axis, size in sizes.items()), sizes)
+
+def _target_of(mesh: Mesh, text: str) -> Target:
+    """The target, checked against the devices of the mesh."""
+    target, kind = parse_target(text), mesh.devices.flat[0].device_kind
+    if mesh.size > target.count or chip_of(kind) not in (None, target.chip):
+        raise InputError(
+            f"explain: target {text!r} is {target.count} x {target.chip.name}, and the mesh is {mesh.size} x {kind}: "
+            "name as target= what devices_for was given, such as 'h100:8', or leave it out for devices of this machine"
+        )
+    return target
+
 
 
 def _mesh_of(args: Any) -> Mesh | None:
@@ -233,7 +244,7 @@ def _explanation(
 ) -> Explanation:
     found = rows(compiled.module, sizes, facts)
     platform = compiled.target.chip.platform
-    why = "" if facts else "a function of your own: nothing is known of what to expect"
+    why = "" if facts else "what a function of your own should send is not known"
     return Explanation(
         target=compiled.target.name,
         platform=platform,

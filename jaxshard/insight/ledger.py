@@ -115,7 +115,7 @@ def _overlap(found: Collective) -> str:
     if found.overlap is None:
         return ""
     work = found.overlap
-    flops = f"{work.flops / 1e9:,.2f} GFLOP in " if work.flops else ""
+    flops = f"{work.flops / 1e9:,.2f} GFLOP in " if work.flops >= 5e6 else ""
     count = len(work.instructions)
     return f"{flops}{count} instruction{'s' if count > 1 else ''}" if count else "nothing"
 
@@ -131,7 +131,8 @@ def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tu
         maker = None
         if outer is not None and computation is not None and len(outer.operands) == len(found.parts):
             maker = _maker(computation.by_name, outer.operands[index])
-        own = part.op_name if part.op_name != found.op_name else names[index]
+        # What makes an operand tells parts apart; of a function of the user's own the collective's own name says more.
+        own = part.op_name if facts and part.op_name != found.op_name else names[index]
         # A start that stands for an all-gather is made from parts: they tell that it is a parameter.
         pieces = _pieces(module, computation.by_name, maker) if maker and computation else []
         if pieces and sum(piece.elements for piece, _ in pieces) * array.elements == array.elements**2:

@@ -254,7 +254,8 @@ def _generic(subject: Subject, where: Place) -> str:
         "collective-permute": "sent to a neighbour",
     }.get(subject.kind, subject.kind)
     operation = "" if where.operation in ("body", "while", "") else where.operation
-    inner = f"in {where.scope}" if where.scope else f"in a loop ({where.loops} deep)" if where.loops else ""
+    loops = "in a loop" if where.loops == 1 else f"in loops {where.loops} deep" if where.loops else ""
+    inner = f"in {where.scope}" if where.scope else loops
     return _with(what, operation, inner, _words(where))
 
 

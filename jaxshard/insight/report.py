@@ -90,7 +90,7 @@ def pictures(found: "Explanation") -> dict[str, str]:
     drawn = {"mesh": mesh_picture({SHORT.get(axis, axis): size for axis, size in found.sizes.items()})}
     totals = sorted(bytes_by_axis(found.rows).items(), key=lambda item: -item[1])
     if totals:
-        rows = [(axes_text(name.split("+")), [("bytes a step", size)]) for name, size in totals]
+        rows = [(axes_text(name.split("+")), [("bytes", size)]) for name, size in totals]
         drawn["axes"] = bars(rows, *_unit(totals[0][1]))
     memory = found.memory
     parts = [
@@ -110,9 +110,9 @@ def _sections(found: "Explanation") -> Iterator[str]:
     drawn, program = pictures(found), found.program
     yield _section("Verdict", _verdict(found))
     yield _section("Mesh", drawn["mesh"])
-    yield _section("What travels, and why", _summary(found.rows))
+    yield _section("What travels, and why", _summary(found.rows) if found.rows else "<p>Nothing.</p>")
     if "axes" in drawn:
-        yield _section("Bytes a step by axes", drawn["axes"])
+        yield _section(f"Bytes by axes, of one {'call' if found.facts is None else 'step'}", drawn["axes"])
     yield _section("Memory of one device", drawn["memory"] + _memory(found))
     if program is not None:
         yield _section("State of one device under ZeRO 0 to 3", drawn["zero"] + _ZERO)
@@ -159,7 +159,7 @@ def _summary(rows: Sequence[Row]) -> str:
     cells = [
         (*key, f"{calls:,}", size_text(size)) for key, (calls, size) in sorted(sums.items(), key=lambda i: -i[1][1])
     ]
-    table = _table(("reason", "kind", "axes", "calls", "a step"), cells, numbers=(3, 4))
+    table = _table(("reason", "kind", "axes", "calls", "all calls"), cells, numbers=(3, 4))
     return f"{table}<details><summary>Each collective ({len(rows)})</summary>{_ledger(rows)}</details>"
 
 
@@ -177,7 +177,7 @@ def _ledger(rows: Sequence[Row]) -> str:
         )
         for row in sorted(rows, key=lambda row: -row.total)
     ]
-    heads = ("reason", "kind", "axes", "bytes", "calls", "a step", "runs meanwhile", "source")
+    heads = ("reason", "kind", "axes", "bytes", "calls", "all calls", "runs meanwhile", "source")
     return _table(heads, cells, numbers=(3, 4, 5))
 
 

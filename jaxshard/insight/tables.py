@@ -9,6 +9,9 @@ from jaxshard.insight.ledger import Row, bytes_by_axis
 from jaxshard.parallel.mesh import SHORT
 from jaxshard.training.describe import size_text
 
+WIDE = 120
+"""Columns that a terminal needs to show each figure in a column of its own."""
+
 if TYPE_CHECKING:
     from jaxshard.insight.check import Difference
     from jaxshard.insight.compile import SpmdWarning
@@ -24,28 +27,46 @@ def show(found: "Explanation", console: Console) -> None:
     """Prints everything that was found, the judgement last."""
     zero = "" if found.zero is None else f", ZeRO-{found.zero}"
     console.line(f"{found.target}, mesh {found.mesh}{zero}, compiled by {found.compiler}")
-    book = [row for row in found.rows if row.family == "bookkeeping"]
-    rows = [row for row in found.rows if row.family != "bookkeeping"]
-    console.table(
-        "Collectives of one step (bytes: the full logical result of one call, on one device)",
-        ("kind", "axes", "bytes", "calls", "reason", "source", "runs meanwhile"),
-        [_cells(row, brief=not console.interactive) for row in sorted(rows, key=lambda row: -row.total)],
-    )
-    if book:
-        total = sum(row.total for row in book)
-        console.line(f"bookkeeping: {len(book)} collectives of {size_text(total)} in all (loss, norms, counts)")
-    totals = bytes_by_axis(found.rows)
-    console.table(
-        "Bytes by axes",
-        ("axes", "bytes a step"),
-        [(axes_text(name.split("+")), size_text(size)) for name, size in totals.items()],
-    )
+    _show_ledger(found, console)
     _show_memory(found, console)
     for leaf in found.replicated:
         console.line(f"stays whole against the rules: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
     for warning in found.warnings:
         console.line(given_up(warning), style="yellow")
     _show_check(found, console)
+
+
+def _show_ledger(found: "Explanation", console: Console) -> None:
+    if not found.rows:
+        console.line("no collectives: nothing travels between devices")
+        return
+    once = "step" if found.facts else "call"
+    # In a function that is not known no array is beneath notice.
+    hidden = "bookkeeping" if found.facts else None
+    book = [row for row in found.rows if row.family == hidden]
+    rows = [row for row in found.rows if row.family != hidden]
+    narrow = _is_narrow(console)
+    cells = [_cells(group, brief=narrow or not console.interactive) for group in _groups(rows)]
+    heads = ("kind", "axes", "bytes", "calls", "reason", "source", "runs meanwhile")
+    if narrow:
+        heads = ("kind, axes", "bytes, calls", "reason, source, what runs meanwhile")
+        cells = [_stacked(*each) for each in cells]
+    title = f"Collectives of one {once} (bytes: the full logical result of a collective, on one device)"
+    console.table(title, heads, cells)
+    if book:
+        total = sum(row.total for row in book)
+        console.line(f"bookkeeping: {len(book)} collectives of {size_text(total)} in all (loss, norms, counts)")
+    totals = bytes_by_axis(found.rows)
+    console.table(
+        "Bytes by axes",
+        ("axes", f"bytes a {once}"),
+        [(axes_text(name.split("+")), size_text(size)) for name, size in totals.items()],
+    )
+
+
+def _is_narrow(console: Console) -> bool:
+    """Whether words would be broken to pieces in a table of many columns."""
+    return console.interactive and console.width < WIDE
 
 
 def given_up(warning: "SpmdWarning") -> str:
@@ -64,15 +85,36 @@ def too_large(found: "Explanation") -> str:
     )
 
 
-def _cells(row: Row, brief: bool) -> tuple[str, ...]:
-    """One line of the ledger; brief in a pipe, where no cell is folded."""
-    bound = f"up to {row.count}" if "only when taken" in row.note else f"{row.count} or more"
-    calls = str(row.count) if row.exact else bound
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Each row, largest first; those of an optimizer's arithmetic, which may be many, together where they are alike."""
+    groups: dict[object, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: -row.total):
+        alike = (row.kind, row.axes, row.reason, row.note, row.source.partition(":")[0])
+        groups.setdefault(alike if row.family == "optimizer" else id(row), []).append(row)
+    return sorted(groups.values(), key=lambda group: -sum(row.total for row in group))
+
+
+def _cells(group: Sequence[Row], brief: bool) -> tuple[str, ...]:
+    """One line of the ledger; brief where lines are short, or in a pipe, where no cell is folded."""
+    row = group[0]
+    size = " to ".join(dict.fromkeys(size_text(bound([row.bytes for row in group])) for bound in (min, max)))
+    count = sum(row.count for row in group)
+    vague = f"up to {count}" if "only when taken" in row.note else f"{count} or more"
+    calls = str(count) if all(row.exact for row in group) else vague
     meanwhile = row.overlap or "nothing" if row.is_async else "-"
     reason = f"{row.reason}; {row.note}" if row.note else row.reason
+    if len(group) > 1:
+        return row.kind, axes_text(row.axes), size, calls, reason, row.source.partition(":")[0], "each its own (--json)"
     weights = _first_weights(row.parameters) if brief else row.parameters
     source = f"{weights} ({row.source})" if weights and row.source else weights or row.source
-    return row.kind, axes_text(row.axes), size_text(row.bytes), calls, reason, source, meanwhile
+    return row.kind, axes_text(row.axes), size, calls, reason, source, meanwhile
+
+
+def _stacked(kind: str, axes: str, size: str, calls: str, reason: str, source: str, meanwhile: str) -> tuple[str, ...]:
+    """A line of the ledger for a narrow terminal."""
+    more = [source] * bool(source) + [f"meanwhile: {meanwhile}"] * (meanwhile != "-")
+    size = size.replace(" to ", "\nto ")
+    return f"{kind}\n{axes}", f"{size}\nx {calls}", "\n".join([reason, *more])
 
 
 def _first_weights(names: str, width: int = 60) -> str:
@@ -106,11 +148,22 @@ def _show_memory(found: "Explanation", console: Console) -> None:
     if not found.fits:
         console.line(too_large(found), style="red")
     if found.buffers:
-        console.table(
-            "Largest temporaries when memory is fullest",
-            ("shape", "bytes", "what", "shrunk by", "source"),
-            [(b.shape, size_text(b.bytes), b.what, b.advice, b.source) for b in found.buffers],
-        )
+        console.table("Largest temporaries when memory is fullest", *_buffer_table(found, _is_narrow(console)))
+
+
+def _buffer_table(found: "Explanation", narrow: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells; without advice where none is known."""
+    if narrow:
+        shrunk = lambda advice: [f"shrunk by {advice}"] * bool(advice)
+        cells = [
+            (f"{b.shape}\n{size_text(b.bytes)}", "\n".join([b.what or "-", *shrunk(b.advice), b.source]).rstrip("\n"))
+            for b in found.buffers
+        ]
+        return ("shape, bytes", "what, source"), cells
+    rows = [(b.shape, size_text(b.bytes), b.what or "-", b.advice, b.source) for b in found.buffers]
+    if found.facts:
+        return ("shape", "bytes", "what", "shrunk by", "source"), rows
+    return ("shape", "bytes", "what", "source"), [(*row[:3], row[4]) for row in rows]
 
 
 def _show_check(found: "Explanation", console: Console) -> None:
