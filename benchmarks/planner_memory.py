@@ -38,6 +38,8 @@ class Case:
     batch: int
     seq_len: int
     train: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    """Where it differs from the preset."""
 
     @property
     def key(self) -> str:
@@ -53,7 +55,7 @@ class Case:
         return Config(
             mesh=self.mesh,
             zero=self.zero,
-            model=ModelConfig(preset=self.preset),
+            model=ModelConfig(preset=self.preset, **self.model),
             data=DataConfig(seq_len=self.seq_len),
             train=train,
         )

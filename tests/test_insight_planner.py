@@ -6,18 +6,20 @@ import shlex
 from dataclasses import replace
 from itertools import pairwise
 
+import jax
 import pytest
 
 from jaxshard import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import host_memory, planner, ranking
+from jaxshard.insight import confirm, host_memory, planner, ranking
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.hardware import CHIPS, parse_target
 from jaxshard.insight.search import Candidate, Pins, apply, candidates, divisors, pins_of
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
+from jaxshard.models.transformer import padded_vocab
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
 from jaxshard.training.pipeline_plan import plan_pipeline
@@ -159,6 +161,39 @@ def test_an_unknown_machine_gets_an_order_without_seconds():
     assert "No time is predicted" in " ".join(reasons(found, found.fitting[0]))
 
 
+def test_the_smallest_is_the_least_of_all():
+    found = search(settings("llama3-8b", 64, 8192), "h100:8", mesh={"data": 4, "model": 2})
+    least = min(found.at(place).memory.total for place in range(len(found.order)))
+    again = replace(found, limit=0, scored={})
+    assert again.smallest().memory.total == least
+    assert len(again.scored) < len(again.order)  # without looking at all of them
+    for zero in (0, 3):
+        matches = [place for place, c in enumerate(found.order) if c.zero == zero and c.remat == "none"]
+        fits, other = again.best(lambda c, zero=zero: c.zero == zero and c.remat == "none")
+        assert (fits, other.memory.total) == (False, min(found.at(place).memory.total for place in matches))
+
+
+def test_what_fits_nowhere_is_sought_with_and_without_host_memory():
+    found = search(settings("llama3-70b", 64, 8192), "h100:1")
+    assert not found.fitting
+    assert {candidate.offload for candidate in found.order} == {"none", "optimizer"}
+
+
+@pytest.mark.parametrize("batch", [2_000_000_000, 2**31 - 1])
+def test_a_huge_batch_is_answered_soon(batch, monkeypatch):
+    seen = []
+    searched = host_memory.search
+    monkeypatch.setattr(
+        host_memory,
+        "search",
+        lambda config, arch, target, *rest: (seen.append(target.name), searched(config, arch, target, *rest))[1],
+    )
+    config = settings("toy-1m", batch, 1024)
+    target = parse_target("h100:1")
+    host_memory.smallest_fitting(config, architecture(config.model), target, Pins({}, {}), None)
+    assert "h100:64" not in seen  # the batch alone is more than those have
+
+
 # The command.
 
 
@@ -233,8 +268,10 @@ def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
     assert {config.fake_devices for config in configs} == {None}
     assert {config.train.offload_mode for config in configs} == {None}
     assert {config.train.pipeline_gather for config in configs if "pp" not in (config.mesh or "")} == {None}
-    _, out, _ = plan(capsys, *LLAMA, "--fake_devices", "4", "--target", "h100:8", "--best")
-    assert "fake_devices" not in out
+    file.write_text("devices: cpu\nfake_devices: 8\n")
+    _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--best")
+    config = cli.understand(shlex.split(out)[2:]).config
+    assert (config.devices, config.fake_devices) == ("auto", None)
 
 
 def test_an_option_of_some_layouts_leaves_only_those(capsys):
@@ -268,8 +305,8 @@ def test_short_times_have_their_unit(capsys):
     assert not re.search(r" 0\.00 |\(.* 0 -> 0 ms", out)
 
 
-def test_zero_null_leaves_the_stage_free():
-    assert pins_of(Config(), {"zero": "null"}).fields == {}
+def test_null_leaves_a_choice_free():
+    assert pins_of(Config(), dict.fromkeys(("zero", "train.schedule", "train.microbatches"), "null")).fields == {}
     assert pins_of(Config(zero=0), {"zero": "0"}).fields == {"zero": 0}
 
 
@@ -310,6 +347,13 @@ def test_fewest_devices(capsys):
         (("--target", "h100:64", "--mesh", "tp=64"), ("n_heads = 32", "tp = 64")),
         (("--target", "h100:8", "--network", "fast"), ("fast", "gbps=25")),
         (("--target", "h100:8", "--memory_limit", "-1"), ("memory_limit", "positive")),
+        (("--target", "h100:8", "--memory_limit", "80"), ("limits nothing", "79.11 GiB")),
+        (("--target", "h100:8", "--network", "gbps=25"), ("changes nothing on h100:8", "one host")),
+        (("--target", "v5e:16x16", "--network", "gbps=25"), ("changes nothing on v5e:16x16", "ICI")),
+        (("--target", "cpu:8", "--network", "gbps=25"), ("no time is predicted",)),
+        (("--target", "h100:8", "--fake_devices", "8"), ("--fake_devices 8 and --target h100:8 both say",)),
+        (("--target", "h100:8", "--devices", "cpu"), ("--devices cpu and --target h100:8 both say",)),
+        (("--target", "h100:8", "--report", ""), ("--report is empty",)),
         (
             ("--target", "h100:8", "--zero", "0", "--train.remat", "none", "--mesh", "dp=8"),
             ("--zero 0", "GiB", "it fits here without --mesh dp=8 or without --train.remat none"),
@@ -353,6 +397,19 @@ def test_bad_input(capsys, arguments, words):
         assert word in err
 
 
+def test_the_vocabulary_is_the_tokenizers_as_for_training(tmp_path, capsys):
+    words = {f"w{number}": number for number in range(700)} | {"</s>": 700}
+    kind = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": kind}))
+    arguments = (*NARROW, "--model.n_layers", "1", "--target", "h100:1", "--confirm", "0", "--json")
+    result = lambda *more: json.loads(plan(capsys, *arguments, *more)[1])["plans"][0]["memory"]["parameters"]
+    rows = padded_vocab(701, 1) - padded_vocab(257, 1)  # of embedding and head, in bf16
+    assert result("--data.tokenizer", str(tmp_path / "tokenizer.json")) - result() == 2 * 2 * 60 * rows
+    code, _, err = plan(capsys, *arguments, "--data.tokenizer", "nowhere.json")
+    assert (code, "nowhere.json" in err) == (2, True)
+    assert "model.vocab_size is missing" in plan(capsys, *arguments, "--data.tokenizer", "ids")[2]
+
+
 def test_an_unknown_recomputation_is_all_that_is_said(capsys):
     code, _, err = plan(capsys, *LLAMA, "--target", "h100:8", "--train.remat", "foo")
     assert code == 2
@@ -376,14 +433,14 @@ class _Peak:
         self.memory = type("Memory", (), {"peak": peak})
 
 
-def confirmed(monkeypatch, verdict, confirm=2):
+def confirmed(monkeypatch, verdict, count=2):
     """Plans of llama3-8b on h100:8 when the compiler's answer is verdict(config)."""
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
     answer = lambda config, target, vocab: type("Confirmed", (), {"result": verdict(config, target)})
-    monkeypatch.setattr(planner, "compile_step", answer)
-    monkeypatch.setattr(planner, "timeline", lambda result, mesh: Timeline({"matmuls": 1.0}, {}, ()))
+    monkeypatch.setattr(confirm, "compile_step", answer)
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: Timeline({"matmuls": 1.0}, {}, ()))
     found = search(settings("llama3-8b", 64, 8192), "h100:8")
-    return planner.offered(found, Given({}), confirm)
+    return planner.offered(found, Given({}), count)
 
 
 def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
@@ -398,8 +455,8 @@ def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
 def test_compiled_plans_stand_in_the_order_of_their_schedules(monkeypatch):
     seconds = iter((3.0, 1.0, 2.0))
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
-    monkeypatch.setattr(planner, "compile_step", lambda *args: type("Confirmed", (), {"result": _Peak(GIB)}))
-    monkeypatch.setattr(planner, "timeline", lambda result, mesh: Timeline({"matmuls": next(seconds)}, {}, ()))
+    monkeypatch.setattr(confirm, "compile_step", lambda *args: type("Confirmed", (), {"result": _Peak(GIB)}))
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: Timeline({"matmuls": next(seconds)}, {}, ()))
     found = search(settings("llama3-8b", 64, 8192), "h100:8")
     plans, notes = planner.offered(found, Given({}), 3)
     assert [plan.timeline and plan.timeline.seconds for plan in plans[:4]] == [1.0, 2.0, 3.0, None]
@@ -438,7 +495,7 @@ def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
 
 def test_a_compiled_peak_above_the_limit_is_a_refusal(monkeypatch):
     with pytest.raises(InputError, match="refuses every layout"):
-        confirmed(monkeypatch, lambda config, target: _Peak(100 * GIB), confirm=1)
+        confirmed(monkeypatch, lambda config, target: _Peak(100 * GIB), count=1)
 
 
 def test_near_the_edge_the_compiler_decides(monkeypatch):
@@ -449,12 +506,12 @@ def test_near_the_edge_the_compiler_decides(monkeypatch):
     limit = int(0.95 * ranking.search(config, arch, target, pins).smallest().memory.total)
     tight = lambda: ranking.search(config, arch, target, pins, memory_limit=limit)
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
-    monkeypatch.setattr(planner, "timeline", lambda result, mesh: None)
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: None)
     for peak, fits in ((limit, True), (limit + 1, False)):
         found = tight()
         assert not found.fitting
         answer = type("Confirmed", (), {"result": _Peak(peak)})
-        monkeypatch.setattr(planner, "compile_step", lambda *args, answer=answer: answer)
+        monkeypatch.setattr(confirm, "compile_step", lambda *args, answer=answer: answer)
         if fits:
             (plan,), _ = planner.offered(found, Given({}), 3)
             assert plan.compiled_peak == limit
@@ -463,6 +520,42 @@ def test_near_the_edge_the_compiler_decides(monkeypatch):
                 planner.offered(found, Given({}), 3)
     with pytest.raises(InputError, match="fits nowhere"):
         planner.offered(tight(), Given({}), 0)
+
+
+def test_what_is_too_large_by_the_closed_form_needs_the_compilers_word(monkeypatch):
+    """A compiler that cannot say whether a layout fits is not enough where the closed form says that it does not."""
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no host memory here")
+
+    config = settings("llama3-8b", 8, 2048)
+    arch, target = architecture(config.model), parse_target("h100:1")
+    pins = Pins({}, {"offload": "optimizer", "remat": "full"})
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(confirm, "compile_step", fails)
+    least = ranking.search(config, arch, target, pins).smallest().memory.total
+    plans, notes = planner.offered(ranking.search(config, arch, target, pins, least), Given({}), 3)
+    assert plans[0].compiled_peak is None
+    assert "Not confirmed" in notes[-1]
+    with pytest.raises(InputError, match="fits nowhere"):
+        planner.offered(ranking.search(config, arch, target, pins, least - 1), Given({}), 3)
+
+
+def test_after_refusals_of_all_that_should_fit_the_next_larger_ones_are_asked(monkeypatch):
+    config = settings("llama3-8b", 64, 8192)
+    arch, target = architecture(config.model), parse_target("h100:8")
+    pins = Pins({}, {"zero": 3, "remat": "full", "offload": "none"})
+    least = ranking.search(config, arch, target, pins).smallest()
+    own = str(least.candidate.shape)
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: None)
+    answer = lambda config, *rest: type("Confirmed", (), {"result": _Peak(GIB * (100 if config.mesh == own else 1))})
+    monkeypatch.setattr(confirm, "compile_step", answer)
+    found = ranking.search(config, arch, target, pins, least.memory.total)
+    assert {str(plan.candidate.shape) for plan in found.fitting} == {own}
+    plans, notes = planner.offered(found, Given({}), 3)
+    assert all(plan.compiled_peak == GIB and plan.scored.memory.total > found.limit for plan in plans)
+    assert f"Not offered: {own}, ZeRO-3" in " ".join(notes)
 
 
 # Host memory.

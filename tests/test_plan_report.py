@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxshard import cli
-from jaxshard.insight import planner
+from jaxshard.insight import confirm, planner
 from jaxshard.insight.plan_report import _undominated, timeline_picture
 from jaxshard.insight.timeline import Block, Span, Timeline
 
@@ -28,8 +28,8 @@ def compiled(monkeypatch):
     """A compiler that takes every plan, with a timeline."""
     memory = SimpleNamespace(peak=60 * GIB)
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
-    monkeypatch.setattr(planner, "compile_step", lambda *args: SimpleNamespace(result=SimpleNamespace(memory=memory)))
-    monkeypatch.setattr(planner, "timeline", lambda result, mesh: FOUND)
+    monkeypatch.setattr(confirm, "compile_step", lambda *args: SimpleNamespace(result=SimpleNamespace(memory=memory)))
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: FOUND)
 
 
 def test_the_page_holds_everything_and_needs_nothing(compiled, tmp_path, capsys):

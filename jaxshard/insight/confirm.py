@@ -1,13 +1,32 @@
-"""Asks the real compiler about a configuration: its step, compiled for a target that may be absent."""
+"""Asks the real compiler about a configuration, and about the plans of a search, on targets that may be absent."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
+
 from jaxshard.config import Config
+from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.insight.absent import devices_for, mesh_for, shape_for
 from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for
 from jaxshard.insight.hardware import Target
+from jaxshard.insight.host_memory import host_limit, within_host
+from jaxshard.insight.memory import gib
+from jaxshard.insight.ranking import Scored, Search
+from jaxshard.insight.search import apply
+from jaxshard.insight.timeline import Timeline, timeline
+from jaxshard.parallel.mesh import AXES
 from jaxshard.training.program import Program, build_program
+
+EDGE = 1.4
+"""Share of what may be used that the closed form may come to where the compiler is asked all the same: it was never too
+high by as much (docs/planner-memory.md), but for what lies on a TPU's chip."""
+ON_CHIP = 128 * 2**20
+"""Bytes of on-chip memory of a TPU, where the compiler places temporaries that the closed form counts: VMEM of a v5e or
+v6e, of both cores of a v5p, and CMEM of a v4 (jax-ml.github.io/scaling-book, part 2; Jouppi et al. 2023, TPU v4)."""
+TRIES = 3
+"""Compilations for each plan to be confirmed, at most, where the compiler refuses."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +35,16 @@ class Confirmed:
 
     program: Program
     result: Compiled | DoesNotFit
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the compiler says about a layout."""
+
+    good: bool
+    peak: int | None = None
+    """Bytes on a device; None where it was not asked or cannot say."""
+    timeline: Timeline | None = None
 
 
 def compile_step(config: Config, target: Target, tokenizer_size: int | None = None, buffers: bool = False) -> Confirmed:
@@ -47,3 +76,95 @@ def compiler_missing(target: Target) -> str | None:
     except InputError as error:
         return str(error)
     return None
+
+
+def tokenizer_size(config: Config) -> int | None:
+    """Vocabulary of the tokenizer, where the model takes it from there, as `train` does; None where only data can tell.
+
+    Raises:
+        InputError: there is no such tokenizer.
+    """
+    model = config.model
+    if model.preset is not None or model.d_model is None or model.vocab_size is not None:
+        return None
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return None if isinstance(tokenizer, IdTokenizer) else tokenizer.vocab_size
+
+
+def confirmed(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
+    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `count` with the compiler's verdict.
+
+    Where nothing should fit, or the compiler refuses all that should, it is asked about the least of what is a little
+    too large by the closed form.
+
+    Args:
+        found: a search.
+        count: 0 asks nothing.
+        notes: takes a sentence on each layout that is not offered.
+    """
+    none = True
+    for offer in _fitting(found, count, notes):
+        none = False
+        yield offer
+    if none and count:
+        spare = ON_CHIP if found.target.chip.platform == "tpu" else 0
+        near = [s for s in found.above(EDGE * found.limit + spare) if s.memory.host <= host_limit(found.target)]
+        for scored in near[:count]:
+            verdict = _verdict(found, scored, notes)
+            if verdict.peak is not None:  # an estimate alone says that it does not fit
+                yield scored, verdict
+
+
+def _fitting(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
+    """After a refusal the next smaller layout of the same mesh and stage has its turn."""
+    done: set[tuple] = set()
+    refused: dict[tuple, int] = {}
+    good = asked = 0
+    for scored in within_host(found):
+        key = (scored.candidate.shape, scored.candidate.zero)
+        if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
+            continue
+        if good >= count:
+            if key not in refused:
+                done.add(key)
+                yield scored, Verdict(True)
+            continue
+        if asked == TRIES * count:
+            return
+        asked += 1
+        verdict = _verdict(found, scored, notes)
+        if not verdict.good:
+            refused[key] = scored.memory.total
+            continue
+        good += 1
+        done.add(key)
+        yield scored, verdict
+
+
+def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:
+    """Whether the compiler takes a layout, its bytes on a device and its time; a note where it does not.
+
+    The bytes are None where host memory is used and the compiler for absent devices cannot handle that: it says so with
+    an internal error, which is no verdict on the layout.
+    """
+    c = scored.candidate
+    name = f"{c.shape}, ZeRO-{c.zero}, remat {c.remat}"
+    config = apply(found.config, c)
+    try:
+        result = compile_step(config, found.target, tokenizer_size(config)).result
+    except (InputError, jax.errors.JaxRuntimeError) as error:
+        said = str(error).splitlines()[0][:200]
+        if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
+            notes.append(f"Not confirmed: {name} with host memory: the compiler for absent devices fails ({said}).")
+            return Verdict(True)
+        notes.append(f"Not offered: {name}: the compiler says {said}")
+        return Verdict(False)
+    if isinstance(result, DoesNotFit):
+        notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
+        return Verdict(False)
+    if result.memory.peak > found.allowed:
+        may = gib(found.allowed)
+        notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {may} may be used.")
+        return Verdict(False)
+    mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
+    return Verdict(True, result.memory.peak, timeline(result, mesh) if found.timed else None)

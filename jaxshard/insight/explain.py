@@ -14,14 +14,13 @@ from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
 from jaxshard.insight.check import Check, check
 from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
-from jaxshard.insight.confirm import compile_step
+from jaxshard.insight.confirm import compile_step, tokenizer_size
 from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import Target, chip_of, parse_target
 from jaxshard.insight.ledger import Row, bytes_by_axis, rows
 from jaxshard.insight.lock import check_writable, differences, hold, read_lock
 from jaxshard.insight.loops import Scope
-from jaxshard.insight.planner import BYTE_TOKENS
 from jaxshard.insight.schedule_view import show_schedule
 from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
 from jaxshard.insight.tables import show, show_differences
@@ -184,9 +183,8 @@ def explain_config(config: Config, target: str = "local", threshold: int | None 
         RunError: the compiler fails for another reason.
     """
     hardware = _hardware(config, target)
-    tokens = BYTE_TOKENS if config.data.tokenizer == "bytes" else None
     try:
-        confirmed = compile_step(config, hardware, tokens, buffers=True)
+        confirmed = compile_step(config, hardware, tokenizer_size(config), buffers=True)
     except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0][:300]
         raise RunError(

@@ -9,7 +9,7 @@ from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.insight.hardware import GB, Target
 from jaxshard.insight.memory import gib
-from jaxshard.insight.ranking import Scored, Search, larger_targets, search
+from jaxshard.insight.ranking import Scored, Search, larger_targets, limit_of, search, state_alone
 from jaxshard.insight.search import Pins
 from jaxshard.models.presets import Architecture
 
@@ -42,6 +42,8 @@ def smallest_fitting(
 ) -> Search | None:
     """The search on the smallest target of the same chip on which a plan fits, host memory included, or None."""
     for candidate in larger_targets(target, most):
+        if state_alone(config, arch, candidate, pins) > limit_of(candidate, limit):
+            continue
         try:
             found = search(config, arch, candidate, pins, limit)
         except InputError:  # nothing divides there

@@ -158,7 +158,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     return Memory(
         parameters=state.parameters,
         gradients=gradients,
-        optimizer=0 if state.offloaded else state.optimizer,
+        optimizer=state.counts if state.offloaded else state.optimizer,
         master=0 if state.offloaded else state.master,
         activations=activations,
         logits=loss,

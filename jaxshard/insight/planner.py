@@ -1,6 +1,5 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -8,32 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.calibration import calibrated
-from jaxshard.insight.compile import DoesNotFit
-from jaxshard.insight.confirm import compile_step, compiler_missing
-from jaxshard.insight.hardware import Target, parse_target
-from jaxshard.insight.host_memory import host_limit, smallest_fitting, within_host
-from jaxshard.insight.memory import gib
+from jaxshard.insight.confirm import compiler_missing, confirmed, tokenizer_size
+from jaxshard.insight.hardware import CHIPS, Target, parse_target
+from jaxshard.insight.host_memory import smallest_fitting, within_host
+from jaxshard.insight.lock import check_writable
 from jaxshard.insight.plan_tables import model_name, show
-from jaxshard.insight.ranking import PREFERENCE, Scored, Search, limit_of
+from jaxshard.insight.ranking import PREFERENCE, Scored, Search
 from jaxshard.insight.refusal import refused, searched
-from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
-from jaxshard.insight.timeline import Timeline, timeline
+from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, is_known, pins_of
+from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.options import Given
-from jaxshard.parallel.mesh import AXES
+from jaxshard.parallel.mesh import open_devices
 from jaxshard.training.program import attention_kernel
 
 BYTE_TOKENS = 257
 """Vocabulary of the default tokenizer (data.tokenizer bytes)."""
-EDGE = 1.2
-"""What the closed form may be too high by, at worst (docs/planner-memory.md)."""
 ROWS = 10
 """Plans in the table."""
 
@@ -46,7 +40,6 @@ class Plan:
     command: str
     compiled_peak: int | None
     """The compiler's figure; None where it was not asked."""
-    fits: bool
     mfu: float | None
     seconds: float | None
     """None where the machine's speed is not known."""
@@ -67,7 +60,7 @@ class Plan:
             "offload": c.offload,
             "memory": self.scored.memory.by_class(),
             "compiled_peak": self.compiled_peak,
-            "fits": self.fits,
+            "fits": True,  # by the compiler where it was asked, else by the estimate: what does not is not listed
             "step_seconds": self.seconds,
             "mfu": self.mfu,
             "reasons": list(self.reasons),
@@ -94,13 +87,12 @@ def run(
     Raises:
         InputError: unknown target or preset, pins that cannot be met, or nothing fits.
     """
-    hardware = parse_target(target)
-    if network is not None:
-        hardware = hardware.with_network(_network(network))
+    hardware = hardware_of(config, target, given, network)
     if calibration is not None:
         hardware = calibrated(hardware, Path(calibration), network)
+    check_options(hardware, memory_limit, fewest, report)
     config, notes = _with_precision(config, hardware, given)
-    arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
+    arch = architecture(config.model, tokenizer_size(config), config.data.seq_len)
     _runs(config, arch, hardware)
     found = find(config, arch, hardware, given, memory_limit, fewest)
     plans, more = offered(found, given, confirm)
@@ -115,6 +107,49 @@ def run(
         if not best:
             console.line(f"report: {report}")
     return {"target": found.target.name, "model": model_name(config, arch), "plans": [plan.as_json() for plan in plans]}
+
+
+def hardware_of(config: Config, target: str, given: Given, network: str | None) -> Target:
+    """What is planned for: a named target, or the devices that a run would take here.
+
+    Raises:
+        InputError: no such target or devices, or an option that says nothing about it.
+    """
+    if target.strip().lower() == "local":
+        mesh = None if config.mesh == "auto" else config.mesh
+        devices = open_devices(mesh, config.devices, config.fake_devices)
+        found = parse_target(f"cpu:{len(devices)}" if devices[0].platform == "cpu" else "local")
+    else:
+        found = parse_target(target)
+        for name in ("devices", "fake_devices"):
+            if name in given.options:
+                raise InputError(
+                    f"--{name} {given.options[name]} and --target {target} both say what the devices are: drop one"
+                )
+    if network is None:
+        return found
+    bandwidth = _network(network)
+    if not is_known(found) or found.hosts == 1 or found.chip.platform == "tpu":
+        why = "all chips of a slice are joined by ICI" if found.chip.platform == "tpu" else "it is one host"
+        why = why if is_known(found) else "no time is predicted for it"
+        raise InputError(f"--network {network} changes nothing on {found.name}: {why}; leave it out")
+    return found.with_network(bandwidth)
+
+
+def check_options(target: Target, memory_limit: float | None, fewest: bool, report: str | None) -> None:
+    """Refuses, before anything is searched, a file that cannot be written and options without a meaning here."""
+    usable = target.chip.usable_bytes
+    if memory_limit is not None and usable and memory_limit * 2**30 > usable:
+        raise InputError(
+            f"--memory_limit {memory_limit:g} limits nothing: a device of {target.name} has {usable / 2**30:.2f} GiB; "
+            "give less, or leave it out"
+        )
+    if fewest and target.chip.name not in CHIPS:
+        raise InputError(f"--fewest needs a target whose sizes are known, such as --target h100:64, not {target.name}")
+    if report is not None and not report.strip():
+        raise InputError("--report is empty: name a file, or leave it out")
+    if report is not None:
+        check_writable("--report", Path(report))
 
 
 def find(
@@ -152,18 +187,21 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
     if found.timed:
         notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
     plans: list[Plan] = []
-    for scored, verdict in _confirmed(found, confirm, notes):
-        command = command_line(found.config, scored.candidate, given)
+    for scored, verdict in confirmed(found, confirm, notes):
+        command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
         seconds = scored.seconds if found.timed else None
-        plans.append(Plan(scored, command, verdict.peak, True, found.mfu(scored), seconds, (), verdict.timeline))
+        plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline))
         if len(plans) == ROWS:
             break
     if not plans:
-        own = found.limit if found.limit < limit_of(found.target, None) else None
         tried = " ".join(note for note in notes if note.startswith("Not offered"))
         if not within_host(found):
-            raise refused(found, pins_of(found.config, given.options), own, tried)
+            raise refused(found, pins_of(found.config, given.options), found.memory_limit, tried)
         raise InputError(f"the compiler for {found.target.name} refuses every layout that should fit: {tried}")
+    if any(plan.scored.memory.gradients == 0 for plan in plans):
+        notes.append(
+            "Memory is that of the fullest moment of a step; where that is the loss, gradients are 0: none exist yet."
+        )
     ordered, first = by_compiled_time(plans), plans[0].scored.candidate
     if ordered[0] is not plans[0]:
         notes.append(
@@ -181,89 +219,14 @@ def by_compiled_time(plans: list[Plan]) -> list[Plan]:
     return [next(known) if plan.timeline else plan for plan in plans]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the compiler says about a layout."""
-
-    good: bool
-    peak: int | None = None
-    """Bytes on a device; None where it was not asked or cannot say."""
-    timeline: Timeline | None = None
-
-
-def _confirmed(found: Search, confirm: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
-    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `confirm` with the compiler's verdict.
-
-    After a refusal the next smaller layout of the same mesh and stage has its turn. Where the closed form says that
-    nothing fits, but only just, the compiler is asked about the layout that takes the least.
-    """
-    done: set[tuple] = set()
-    refused: dict[tuple, int] = {}
-    compiled = 0
-    for scored in within_host(found) or (_near_the_edge(found) if confirm else []):
-        key = (scored.candidate.shape, scored.candidate.zero)
-        if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
-            continue
-        if compiled >= confirm:
-            if key not in refused:
-                done.add(key)
-                yield scored, Verdict(True)
-            continue
-        if len(refused) > 2 * confirm:
-            continue
-        verdict = _verdict(found, scored, notes)
-        if not verdict.good:
-            refused[key] = scored.memory.total
-            continue
-        compiled += 1
-        done.add(key)
-        yield scored, verdict
-
-
-def _near_the_edge(found: Search) -> list[Scored]:
-    """The layout that takes the least, where the closed form's error may be what keeps it out."""
-    least = found.smallest()
-    fits = least.memory.total <= EDGE * found.limit and least.memory.host <= host_limit(found.target)
-    return [least] if fits else []
-
-
-def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:
-    """Whether the compiler takes a layout, its bytes on a device and its time; a note where it does not.
-
-    The bytes are None where host memory is used and the compiler for absent devices cannot handle that: it says so with
-    an internal error, which is no verdict on the layout.
-    """
-    c = scored.candidate
-    name = f"{c.shape}, ZeRO-{c.zero}, remat {c.remat}"
-    vocab = BYTE_TOKENS if found.config.data.tokenizer == "bytes" else None
-    try:
-        result = compile_step(apply(found.config, c), found.target, vocab).result
-    except (InputError, jax.errors.JaxRuntimeError) as error:
-        said = str(error).splitlines()[0][:200]
-        if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
-            notes.append(f"Not confirmed: {name} with host memory: the compiler for absent devices fails ({said}).")
-            return Verdict(True)
-        notes.append(f"Not offered: {name}: the compiler says {said}")
-        return Verdict(False)
-    if isinstance(result, DoesNotFit):
-        notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
-        return Verdict(False)
-    own = found.limit < limit_of(found.target, None)  # the user's --memory_limit
-    allowed = found.limit if own else found.target.chip.usable_bytes or math.inf
-    if result.memory.peak > allowed:
-        notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {gib(allowed)} may be used.")
-        return Verdict(False)
-    mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
-    return Verdict(True, result.memory.peak, timeline(result, mesh) if found.timed else None)
-
-
-def command_line(config: Config, candidate: Candidate, given: Given) -> str:
+def command_line(config: Config, candidate: Candidate, given: Given, platform: str) -> str:
     """The command that trains with a layout: what the user gave, and what was chosen.
 
     Args:
         config: that was searched.
         candidate: the layout.
         given: the user's own options.
+        platform: of the devices that the plan is for; options that ask for others are left out.
     """
     chosen: dict[str, str | None] = {"mesh": str(candidate.shape)}
     final, values, defaults = (
@@ -277,10 +240,14 @@ def command_line(config: Config, candidate: Candidate, given: Given) -> str:
     if config.train.precision != defaults["train.precision"] and "train.precision" not in given.options:
         chosen["train.precision"] = config.train.precision
     dropped = {"json", "mesh", *SEARCHED, *DEPENDENT}
-    if config.fake_devices not in (None, candidate.shape.devices):
+    if platform != "cpu" or config.fake_devices not in (None, candidate.shape.devices):
         dropped.add("fake_devices")
-        if "config" in given.options:  # where the file may say so
+        if config.fake_devices is not None and "config" in given.options:  # where the file may say so
             chosen["fake_devices"] = "null"
+    if config.devices not in ("auto", platform):
+        dropped.add("devices")
+        if "config" in given.options:
+            chosen["devices"] = "auto"
     kept = {name: text for name, text in given.options.items() if name not in dropped}
     words = ["python", "run.py", *_words(kept), *_words(chosen)]
     return shlex.join(words)

@@ -163,7 +163,7 @@ def remedy(program: Program, *, given: Given) -> str:
     except InputError as error:
         return f"{consumers}. No layout helps: {error}"
     plan = nearest_plan(plans, _candidate(program.config, program.layout.shape))
-    command = command_line(program.config, plan.candidate, given)
+    command = command_line(program.config, plan.candidate, given, present_target(devices).chip.platform)
     goes_on = command.replace("run.py", "run.py train --resume auto", 1)  # the folder holds the run already
     return (
         f"{consumers}{_preallocation(devices[0])}. The nearest plan that fits is {words(plan.candidate)}, with "

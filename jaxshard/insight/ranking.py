@@ -1,7 +1,7 @@
 """Layouts in order: the fastest that fit into memory, the simpler one where the prediction cannot tell them apart."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from jaxshard.errors import InputError
 from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.cost import StepTime
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
-from jaxshard.insight.memory import Memory, estimate, gib
+from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.search import Candidate, Pins, apply, candidates, is_known, obstacle, predict_times
 from jaxshard.insight.state_bytes import elements_per_device, state_bytes, table_of
 from jaxshard.models.presets import Architecture
@@ -51,7 +51,9 @@ class Search:
     arch: Architecture
     target: Target
     limit: float
-    """Bytes that a plan may take on a device."""
+    """Bytes that the closed form may come to for a plan on a device."""
+    memory_limit: float | None
+    """Bytes that the user allows, if it was said."""
     order: list[Candidate]
     times: np.ndarray
     parts: StepTime
@@ -88,15 +90,40 @@ class Search:
         for place in places:
             if not self._hopeless(self.order[place]) and self.at(place).memory.total <= self.limit:
                 return True, self.at(place)
-        places.sort(key=lambda place: self._floor(self.order[place]))
-        tried = (self.at(place) for place in places[:200])
-        return next(((False, s) for s in sorted(tried, key=lambda s: s.memory.total)), None)
+        return (False, self._least(places)) if places else None
 
     def smallest(self) -> Scored:
         """The candidate that takes the least memory."""
-        floors = [(self._floor(c), place) for place, c in enumerate(self.order)]
-        floors.sort()
-        return min((self.at(place) for _, place in floors[:200]), key=lambda s: s.memory.total)
+        return self._least(range(len(self.order)))
+
+    def _least(self, places: Iterable[int]) -> Scored:
+        """Of these places the one that takes the least memory: none takes less than its state alone."""
+        least = None
+        for place in sorted(places, key=lambda place: self._floor(self.order[place])):
+            if least is not None and self._floor(self.order[place]) >= least.memory.total:
+                break
+            scored = self.at(place)
+            if least is None or scored.memory.total < least.memory.total:
+                least = scored
+        assert least is not None, "no places"
+        return least
+
+    def above(self, most: float) -> list[Scored]:
+        """The least of each mesh and ZeRO stage, where that is above the limit and not above `most`; least first."""
+        least: dict[tuple[MeshShape, int], Scored] = {}
+        for place, candidate in enumerate(self.order):
+            if self._floor(candidate) > most:
+                continue
+            scored, key = self.at(place), (candidate.shape, candidate.zero)
+            if key not in least or scored.memory.total < least[key].memory.total:
+                least[key] = scored
+        found = (scored for scored in least.values() if self.limit < scored.memory.total <= most)
+        return sorted(found, key=lambda scored: scored.memory.total)
+
+    @property
+    def allowed(self) -> float:
+        """Bytes that the compiler may come to for a plan on a device; infinite where that is not known."""
+        return min(self.target.chip.usable_bytes or math.inf, self.memory_limit or math.inf)
 
     @property
     def timed(self) -> bool:
@@ -146,7 +173,7 @@ def _entry(values: object, row: int) -> float:
 
 
 def search(config: Config, arch: Architecture, target: Target, pins: Pins, memory_limit: float | None = None) -> Search:
-    """Ranks every layout; layouts that use host memory are looked at only where no other fits.
+    """Ranks every layout; layouts that use host memory are among them only where no other fits.
 
     Args:
         config: as configured; what is searched in it is replaced.
@@ -158,16 +185,18 @@ def search(config: Config, arch: Architecture, target: Target, pins: Pins, memor
     Raises:
         InputError: no layout is legal.
     """
-    result = None
+    result, layouts = None, []
     for offload in _passes(pins):
-        layouts = candidates(config, arch, target, pins, offload)
-        if not layouts:
+        more = candidates(config, arch, target, pins, offload)
+        if not more:
             continue
+        layouts += more
         parts, times = predict_times(config, arch, target, layouts)
         extra = np.array([c.complexity for c in layouts]) @ PREFERENCE
         places = np.argsort(times * (1 + extra), kind="stable")
         order = [layouts[i] for i in places]
-        result = Search(config, arch, target, limit_of(target, memory_limit), order, times, parts, places)
+        limit = limit_of(target, memory_limit)
+        result = Search(config, arch, target, limit, memory_limit, order, times, parts, places)
         if result.fitting:
             return result
     if result is None:
@@ -183,9 +212,10 @@ def _passes(pins: Pins) -> tuple[bool, ...]:
 
 
 def limit_of(target: Target, memory_limit: float | None) -> float:
-    """Bytes that a plan may take: less than the device has by `MARGIN`, or as the user says; infinite if not known."""
+    """Bytes that the closed form of a plan may come to: less than the device has by `MARGIN`, or as the user says;
+    infinite if not known."""
     usable = target.chip.usable_bytes or math.inf
-    return min(usable * (1 - MARGIN), memory_limit or math.inf)
+    return usable * (1 - MARGIN) if memory_limit is None else min(usable, memory_limit)
 
 
 def larger_targets(target: Target, most: int | None = None) -> Iterator[Target]:
@@ -200,36 +230,8 @@ def larger_targets(target: Target, most: int | None = None) -> Iterator[Target]:
         yield found
 
 
-def smallest_target(
-    config: Config, arch: Architecture, target: Target, pins: Pins, memory_limit: float | None, most: int | None = None
-) -> Search | None:
-    """The search on the smallest target of the same chip on which a plan fits, or None."""
-    for candidate in larger_targets(target, most):
-        try:
-            found = search(config, arch, candidate, pins, memory_limit)
-        except InputError:  # nothing divides there
-            continue
-        if found.fitting:
-            return found
-    return None
-
-
-def nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> InputError:
-    """What is missing, and the smallest hardware that would do."""
-    least = found.smallest()
-    larger = smallest_target(found.config, found.arch, found.target, pins, memory_limit)
-    fixed = f" with {pins}" if str(pins) else ""
-    if larger is not None:
-        hint = f"the smallest {found.target.chip.name} target that fits is {larger.target.name}"
-    elif memory_limit is not None and least.memory.total <= limit_of(found.target, None):
-        hint = "a device has more than that: raise the limit"
-    elif str(pins):
-        hint = "with this fixed no larger one fits either: fix less of it"
-    else:
-        hint = "no larger one of this chip fits either: shorten data.seq_len, or take a chip with more memory"
-    layout = f"{least.candidate.shape}, ZeRO-{least.candidate.zero}, remat {least.candidate.remat}"
-    return InputError(
-        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least ({layout}, "
-        f"{found.config.train.precision}) needs {gib(least.memory.total)} on a device, and {gib(found.limit)} may be "
-        f"used; {hint}"
-    )
+def state_alone(config: Config, arch: Architecture, target: Target, pins: Pins) -> float:
+    """Bytes on a device that no layout goes below: state and batch in as many parts as there are devices."""
+    place = pins.fields.get("offload", "optimizer")
+    most = replace(config, zero=0, train=replace(config.train, offload=place, offload_mode=None))
+    return state_bytes(most, arch, MeshShape()).arguments / target.count

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.insight.hardware import Target
-from jaxshard.insight.host_memory import host_too_small, within_host
-from jaxshard.insight.ranking import Scored, Search, nothing_fits, search
+from jaxshard.insight.host_memory import host_too_small, smallest_fitting, within_host
+from jaxshard.insight.memory import gib
+from jaxshard.insight.ranking import Scored, Search, limit_of, search
 from jaxshard.insight.search import Pins
 from jaxshard.models.layers import SAVED_NAMES
 from jaxshard.models.presets import Architecture
@@ -49,10 +50,31 @@ def refused(found: Search, pins: Pins, limit: float | None, tried: str = "") -> 
         limit: bytes that the user allows; None: what a device has.
         tried: what the compiler said about the layout that takes the least.
     """
-    error = host_too_small(found, pins, limit) if found.fitting else nothing_fits(found, pins, limit)
+    error = host_too_small(found, pins, limit) if found.fitting else _nothing_fits(found, pins, limit)
     culprits = _culprits(pins, lambda fewer: bool(within_host(search(*_asked(found), fewer, limit))))
     parts = [str(error), "it fits here without " + " or without ".join(culprits) if culprits else "", tried]
     return InputError("; ".join(part for part in parts if part))
+
+
+def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> InputError:
+    """What is missing, and the smallest hardware that would do."""
+    least = found.smallest()
+    larger = smallest_fitting(found.config, found.arch, found.target, pins, memory_limit)
+    fixed = f" with {pins}" if str(pins) else ""
+    if larger is not None:
+        hint = f"the smallest {found.target.chip.name} target that fits is {larger.target.name}"
+    elif memory_limit is not None and least.memory.total <= limit_of(found.target, None):
+        hint = "a device has more than that: raise the limit"
+    elif str(pins):
+        hint = "with this fixed no larger one fits either: fix less of it"
+    else:
+        hint = "no larger one of this chip fits either: shorten data.seq_len, or take a chip with more memory"
+    layout = f"{least.candidate.shape}, ZeRO-{least.candidate.zero}, remat {least.candidate.remat}"
+    return InputError(
+        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least ({layout}, "
+        f"{found.config.train.precision}) needs {gib(least.memory.total)} on a device, and {gib(found.limit)} may be "
+        f"used; {hint}"
+    )
 
 
 def _asked(found: Search) -> tuple[Config, Architecture, Target]:

@@ -9,8 +9,8 @@ from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.insight.absent import shape_for
+from jaxshard.insight.confirm import tokenizer_size
 from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.planner import BYTE_TOKENS
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import MeshShape, open_devices, parse_mesh, resolve_mesh
 from jaxshard.parallel.rules import zero_stage
@@ -58,7 +58,7 @@ def schedule_of(config: Config, target: str = "local") -> Schedule:
             f"explain --schedule: mesh {shape} has no pipeline to draw; split the layers over stages with --mesh "
             "pp=2,dp=2"
         )
-    arch = architecture(config.model, BYTE_TOKENS if config.data.tokenizer == "bytes" else None, config.data.seq_len)
+    arch = architecture(config.model, tokenizer_size(config), config.data.seq_len)
     check_fit(config, arch, shape)
     plan = plan_pipeline(config.train, zero_stage(config, shape), arch, shape)
     assert plan is not None, "stages make a pipeline"

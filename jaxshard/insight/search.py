@@ -103,16 +103,16 @@ class Pins:
 
 
 def pins_of(config: Config, given: Mapping[str, Any]) -> Pins:
-    """What the user fixed on the command line; what a file says is where the search starts, and stays free.
+    """What the user fixed on the command line; what a file says is where the search starts, and stays free, as does
+    what the line leaves open with null.
 
     Args:
         config: as configured.
         given: names of the options on the command line.
     """
     values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
-    chosen = lambda option: option in given and (option != "zero" or config.zero is not None)
-    fields = {field: values[option] for option, field in SEARCHED.items() if chosen(option)}
-    fields |= {f: values[option] for option, f in DEPENDENT.items() if option in given and values[option] is not None}
+    options = (SEARCHED | DEPENDENT).items()
+    fields = {field: values[option] for option, field in options if option in given and values[option] is not None}
     return Pins(parse_mesh(config.mesh) if "mesh" in given and config.mesh != "auto" else {}, fields)
 
 

@@ -50,6 +50,8 @@ class StateBytes:
     """Of one set of gradients in the layout in which a step sums them."""
     master: int
     optimizer: int
+    counts: int
+    """Of `optimizer`: what follows no parameter, and stays on the device (`training.state.offloaded`)."""
     counters: int
     """Step, skipped updates, loss scale."""
     batch: int
@@ -58,13 +60,12 @@ class StateBytes:
 
     @property
     def host(self) -> int:
-        return self.master + self.optimizer if self.offloaded else 0
+        return self.master + self.optimizer - self.counts if self.offloaded else 0
 
     @property
     def arguments(self) -> int:
         """Device memory of the step's arguments: what the compiler calls argument size, less host memory."""
-        fixed = self.parameters + self.counters + self.batch
-        return fixed if self.offloaded else fixed + self.master + self.optimizer
+        return self.parameters + self.counters + self.batch + self.master + self.optimizer - self.host
 
 
 def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBytes:
@@ -84,16 +85,15 @@ def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBy
     wide = jnp.dtype(policy.gradients).itemsize
     elements = partial(elements_per_device, shape=shape)
     weights = lambda spread: sum(elements(row, spread=spread) for row in table.weights)
-    moments = sum(
-        row.itemsize * (elements(row, spread="optimizer" in ZERO_TABLES[zero_stage(config, shape)]) if row.shape else 1)
-        for row in table.moments
-    )
+    spread_moments = "optimizer" in ZERO_TABLES[zero_stage(config, shape)]
+    bytes_of = lambda row: row.itemsize * (elements(row, spread=spread_moments) if row.shape else 1)
     spread_optimizer = "optimizer" in tables
     return StateBytes(
         parameters=jnp.dtype(policy.parameters).itemsize * weights("parameters" in tables),
         gradients=wide * weights("gradients" in tables),
         master=wide * weights(spread_optimizer) if policy.masters else 0,
-        optimizer=moments,
+        optimizer=sum(bytes_of(row) for row in table.moments),
+        counts=sum(bytes_of(row) for row in table.moments if not any(row.axes)),
         counters=4 * (3 + 2 * policy.scaled),
         batch=BATCH_ARRAYS * 4 * train.global_batch // shape.batch_ways * config.data.seq_len,
         offloaded=train.offload == "optimizer",
