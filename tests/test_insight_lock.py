@@ -81,7 +81,7 @@ def test_a_lock_of_something_else_is_refused(command, small, capsys):
 
 
 def test_two_explanations_are_compared(command, small, capsys):
-    halved = replace(small, rows=tuple(replace(row, count=2 * row.count) for row in small.rows))
+    halved = replace(small, zero=2, rows=tuple(replace(row, count=2 * row.count) for row in small.rows))
     for name, explanation in (("a.json", small), ("b.json", halved)):
         capsys.readouterr()
         assert command("explain --json", explanation) == 0
@@ -89,6 +89,7 @@ def test_two_explanations_are_compared(command, small, capsys):
     assert command("explain --compare a.json b.json") == 0
     said = capsys.readouterr().out
     assert "bytes over model" in said and "+100.0 %" in said and "row-parallel output" in said
+    assert [line.split() for line in said.splitlines() if line.startswith("  zero")] == [["zero", "1", "2"]]
     assert command("explain --compare a.json a.json") == 0
     assert "no difference" in capsys.readouterr().out
     assert command("explain --compare a.json c.json") == 2

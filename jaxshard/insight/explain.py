@@ -156,6 +156,7 @@ def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None
     compiled = _fits(compile_for(hardware, jitted, *args))
     return _explanation(compiled, ",".join(f"{axis}={size}" for axis, size in sizes.items()), sizes)
 
+
 def _target_of(mesh: Mesh, text: str) -> Target:
     """The target, checked against the devices of the mesh."""
     target, kind = parse_target(text), mesh.devices.flat[0].device_kind
@@ -165,7 +166,6 @@ def _target_of(mesh: Mesh, text: str) -> Target:
             "name as target= what devices_for was given, such as 'h100:8', or leave it out for devices of this machine"
         )
     return target
-
 
 
 def _mesh_of(args: Any) -> Mesh | None:
@@ -307,9 +307,9 @@ def run(
     if schedule:
         return show_schedule(config, target, console, png)
     if compare:
-        figures, reasons = differences(*compare)
-        show_differences(compare, figures, reasons, console)
-        changes = [{"name": name, "first": a, "second": b} for name, a, b in (*figures, *reasons)]
+        changed = differences(*compare)
+        show_differences(compare, changed, console)
+        changes = [{"name": name, "first": a, "second": b} for name, a, b in changed.all]
         return {"compared": list(compare), "changes": changes}
     kept = read_lock(lock) if lock else None
     found = explain_config(config, target, threshold)

@@ -4,12 +4,14 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxshard.errors import InputError
 
 Figures = dict[str, float]
+_ABOUT = ("target", "mesh", "zero", "jax", "compiler")
 
 
 def figures(result: Mapping[str, Any]) -> Figures:
@@ -21,7 +23,7 @@ def figures(result: Mapping[str, Any]) -> Figures:
 
 def locked(result: Mapping[str, Any]) -> dict[str, Any]:
     """What a lock file holds."""
-    about = {name: result[name] for name in ("target", "mesh", "zero", "jax", "compiler")}
+    about = {name: result[name] for name in _ABOUT}
     kept = figures(result)
     held = {name: kept[name] for name in kept if not name.startswith("memory.") or name == "memory.peak"}
     return {**about, "figures": held}
@@ -93,26 +95,38 @@ def check_writable(option: str, path: Path, folder: bool = False, parents: bool 
         raise InputError(f"{option} {path}: cannot be written ({error.strerror}); name another {what}") from None
 
 
-def differences(first: str, second: str) -> tuple[list[tuple[str, float, float]], list[tuple[str, int, int]]]:
-    """Figures that differ between two files, and bytes by reason that differ.
+@dataclass(frozen=True)
+class Differences:
+    """What differs between two explanations: (name, in the first, in the second) each."""
+
+    about: list[tuple[str, str, str]]
+    """Target, mesh, ZeRO stage, and versions."""
+    figures: list[tuple[str, float, float]]
+    """Memory, FLOPs and bytes by axes."""
+    reasons: list[tuple[str, int, int]]
+    """Bytes of a step by reason, those that change most first."""
+
+    @property
+    def all(self) -> list[tuple[str, Any, Any]]:
+        return [*self.about, *self.figures, *self.reasons]
+
+
+def differences(first: str, second: str) -> Differences:
+    """What differs between two files.
 
     Raises:
         InputError: a file is missing or is not what `explain --json` prints.
     """
     a, b = (_read(Path(file), "--compare", _is_explanation) for file in (first, second))
-    one, two = figures(a), figures(b)
-    changed = [
-        (name, one.get(name, 0), two.get(name, 0))
-        for name in dict.fromkeys([*one, *two])
-        if one.get(name, 0) != two.get(name, 0)
-    ]
-    mine, theirs = _by_reason(a), _by_reason(b)
-    reasons = [
-        (name, mine.get(name, 0), theirs.get(name, 0))
-        for name in dict.fromkeys([*mine, *theirs])
-        if mine.get(name, 0) != theirs.get(name, 0)
-    ]
-    return changed, reasons
+    about = _changed(*({name: str(found.get(name)) for name in _ABOUT} for found in (a, b)))
+    reasons = _changed(_by_reason(a), _by_reason(b))
+    return Differences(about, _changed(figures(a), figures(b)), sorted(reasons, key=lambda row: -abs(row[2] - row[1])))
+
+
+def _changed(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What two tables hold differently; what one lacks is 0 there."""
+    names = dict.fromkeys([*one, *two])
+    return [(name, one.get(name, 0), two.get(name, 0)) for name in names if one.get(name, 0) != two.get(name, 0)]
 
 
 def _by_reason(result: Mapping[str, Any]) -> dict[str, int]:

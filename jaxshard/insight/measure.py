@@ -98,7 +98,7 @@ def _show(console: Console, mesh: str, devices: list[Any], found: list[Measureme
         )
         for row in found
     ]
-    columns = ("collective", "axis", "devices", "bytes", "time", "algorithm GB/s", "bus GB/s", "right")
+    columns = ("collective", "axis", "n", "bytes", "time", "algorithm GB/s", "bus GB/s", "right")
     console.table(f"Collectives on {len(devices)} x {devices[0].device_kind}, mesh {mesh}", columns, rows)
     for sentence in fitted.sentences():
         console.line(sentence)

@@ -31,8 +31,9 @@ def _text(x: float, y: float, words: str, size: int = 12, anchor: str = "middle"
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    style = f"max-width:{width:g}px;--least:{0.85 * width:.0f}px"  # where it may scroll, texts stay large enough
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" style="max-width:{width:g}px" role="img" '
+        f'<svg viewBox="0 0 {width:g} {height:g}" style="{style}" role="img" '
         f'aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
     )
 

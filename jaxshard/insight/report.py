@@ -13,7 +13,7 @@ from jaxshard.insight.ledger import Row, bytes_by_axis
 from jaxshard.insight.pictures import Piece, bars, mesh_picture, pipeline_picture, slices_picture, write_png
 from jaxshard.insight.schedule_view import sentences
 from jaxshard.insight.state_bytes import state_bytes
-from jaxshard.insight.tables import axes_text, given_up, too_large
+from jaxshard.insight.tables import axes_text, buffer_table, given_up, too_large
 from jaxshard.parallel.mesh import SHORT
 from jaxshard.training.describe import size_text
 from jaxshard.training.program import Program
@@ -32,7 +32,7 @@ td.n{text-align:right;white-space:nowrap}svg{width:100%;height:auto;font-family:
 .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:1rem}
 .cards figure{margin:0;border:1px solid #8884;border-radius:.5rem;padding:.5rem}
 figcaption{font-size:.8rem;overflow-wrap:anywhere}
-.long{overflow-x:auto}.long svg{min-width:40rem}
+.long{overflow-x:auto}.long svg{min-width:var(--least)}
 summary{margin:.5rem 0;cursor:pointer}
 @media(prefers-color-scheme:dark){.good{color:#5fc477}.bad{color:#ff8a80}}
 """
@@ -107,7 +107,8 @@ def pictures(found: "Explanation") -> dict[str, str]:
 
 
 def _sections(found: "Explanation") -> Iterator[str]:
-    drawn, program = pictures(found), found.program
+    drawn = {name: f'<div class="long">{svg}</div>' for name, svg in pictures(found).items()}
+    program = found.program
     yield _section("Verdict", _verdict(found))
     yield _section("Mesh", drawn["mesh"])
     yield _section("What travels, and why", _summary(found.rows) if found.rows else "<p>Nothing.</p>")
@@ -118,7 +119,7 @@ def _sections(found: "Explanation") -> Iterator[str]:
         yield _section("State of one device under ZeRO 0 to 3", drawn["zero"] + _ZERO)
         if program.recipe.pipeline:
             lines = "".join(f"<li>{html.escape(line)}</li>" for line in sentences(program.recipe.pipeline.schedule)[1:])
-            yield _section("Pipeline", f'<div class="long">{drawn["pipeline"]}</div><ul>{lines}</ul>')
+            yield _section("Pipeline", f"{drawn['pipeline']}<ul>{lines}</ul>")
         yield _section("Which device holds which slice", _weights(program))
 
 
@@ -182,8 +183,8 @@ def _ledger(rows: Sequence[Row]) -> str:
 
 
 def _memory(found: "Explanation") -> str:
-    cells = [(b.shape, size_text(b.bytes), b.what, b.advice, b.source) for b in found.buffers]
-    heads = ("largest temporaries", "bytes", "what", "shrunk by", "source")
+    (_, *columns), cells = buffer_table(found, narrow=False)
+    heads = ("largest temporaries", *columns)
     whole = [(leaf.path, size_text(leaf.bytes), leaf.why) for leaf in found.replicated]
     wrong = [] if found.fits else [too_large(found)]
     wrong += [given_up(warning) for warning in found.warnings]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxshard.insight.check import Difference
     from jaxshard.insight.compile import SpmdWarning
     from jaxshard.insight.explain import Explanation
+    from jaxshard.insight.lock import Differences
 
 
 def axes_text(axes: Sequence[str]) -> str:
@@ -148,10 +149,10 @@ def _show_memory(found: "Explanation", console: Console) -> None:
     if not found.fits:
         console.line(too_large(found), style="red")
     if found.buffers:
-        console.table("Largest temporaries when memory is fullest", *_buffer_table(found, _is_narrow(console)))
+        console.table("Largest temporaries when memory is fullest", *buffer_table(found, _is_narrow(console)))
 
 
-def _buffer_table(found: "Explanation", narrow: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def buffer_table(found: "Explanation", narrow: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and cells; without advice where none is known."""
     if narrow:
         shrunk = lambda advice: [f"shrunk by {advice}"] * bool(advice)
@@ -194,20 +195,17 @@ def _difference(item: "Difference") -> str:
     return f"{size_text(item.bytes)} over {axes_text(item.axes)}: {item.reason}{source}"
 
 
-def show_differences(
-    files: Sequence[str],
-    figures: list[tuple[str, float, float]],
-    reasons: list[tuple[str, int, int]],
-    console: Console,
-) -> None:
+def show_differences(files: Sequence[str], found: "Differences", console: Console) -> None:
     """Prints what differs between two explanations."""
-    if not figures and not reasons:
+    if not found.all:
         console.line(f"{files[0]} and {files[1]}: no difference")
         return
-    for title, rows in (("Figures that differ", figures), ("Bytes a step that differ, by reason", reasons)):
+    if found.about:
+        console.table("What is compared", ("what", *files), found.about)
+    for title, rows in (("Figures that differ", found.figures), ("Bytes a step that differ, by reason", found.reasons)):
         if rows:
             cells = [(name, f"{a:,.0f}", f"{b:,.0f}", _change(a, b)) for name, a, b in rows]
-            console.table(title, ("what", files[0], files[1], "change"), cells)
+            console.table(title, ("what", *files, "change"), cells)
 
 
 def _change(before: float, after: float) -> str:
