@@ -1,6 +1,7 @@
 """Runs that go wrong: nothing is lost, and what happened is said in a line."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -28,13 +29,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_checkpoints_without_their_configuration_are_not_written_over(finished, capsys):
-    saved = (finished / "config.yaml").read_text()
-    (finished / "config.yaml").unlink()
-    before = contents(finished)
-    assert run([*TINY, "--train.steps", "2", "--train.seed", "7", "--output", str(finished)]) == 2
-    assert "already holds a run" in capsys.readouterr().err and contents(finished) == before
-    (finished / "config.yaml").write_text(saved)
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """A copy of the run, to be changed."""
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_checkpoints_without_their_configuration_are_not_written_over(copied, capsys):
+    (copied / "config.yaml").unlink()
+    before = contents(copied)
+    assert run([*TINY, "--train.steps", "2", "--train.seed", "7", "--output", str(copied)]) == 2
+    assert "already holds a run" in capsys.readouterr().err and contents(copied) == before
 
 
 def test_a_finished_run_says_so(finished, capsys):
@@ -50,10 +55,8 @@ def test_another_model_is_not_gone_on_with(finished, option, value, capsys):
     assert f"model.{option} is" in capsys.readouterr().err and contents(finished) == before
 
 
-def test_what_changed_is_said_and_the_old_configuration_kept(finished, capsys):
-    assert (
-        run(["--resume", "--output", str(finished), "--train.steps", "3", "--mesh", "dp=1", "--train.seed", "5"]) == 0
-    )
+def test_what_changed_is_said_and_the_old_configuration_kept(copied, capsys):
+    assert run(["--resume", "--output", str(copied), "--train.steps", "3", "--mesh", "dp=1", "--train.seed", "5"]) == 0
     said = capsys.readouterr().out
     for part in (
         "goes on from the checkpoint of step 2",
@@ -62,7 +65,7 @@ def test_what_changed_is_said_and_the_old_configuration_kept(finished, capsys):
         "train.steps 2 -> 3",
     ):
         assert part in said
-    assert "seed: 0" in (finished / "config.before-2.yaml").read_text()
+    assert "seed: 0" in (copied / "config.before-2.yaml").read_text()
 
 
 def test_a_stop_while_compiling_saves_and_the_run_begins(tmp_path, monkeypatch, capsys):
