@@ -177,6 +177,8 @@ def test_what_fits_nowhere_is_sought_with_and_without_host_memory():
     found = search(settings("llama3-70b", 64, 8192), "h100:1")
     assert not found.fitting
     assert {candidate.offload for candidate in found.order} == {"none", "optimizer"}
+    on_host = [scored.memory.host > 0 for scored in found.above(float("inf"))]
+    assert on_host == [False, True]  # the least of both kinds, the plain one first
 
 
 @pytest.mark.parametrize("batch", [2_000_000_000, 2**31 - 1])

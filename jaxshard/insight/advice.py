@@ -149,7 +149,8 @@ def neighbours(search: Search, plan: Scored) -> Iterator[str]:
             yield f"{name}: {100 * (other.seconds / plan.seconds - 1):.1f} % slower ({_difference(plan, other)})."
         else:
             faster = 1 - other.seconds / plan.seconds
-            why = ", less than its error, and less simple" if faster < SIMPLER else ""
+            simpler = PREFERENCE @ other.candidate.complexity <= PREFERENCE @ c.complexity
+            why = ", less than its error, and less simple" if faster < SIMPLER and not simpler else ""
             yield f"{name}: {100 * faster:.1f} % faster by the prediction from shapes{why}."
 
 

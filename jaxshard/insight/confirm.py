@@ -14,7 +14,7 @@ from jaxshard.insight.hardware import Target
 from jaxshard.insight.host_memory import host_limit, within_host
 from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import Scored, Search
-from jaxshard.insight.search import apply
+from jaxshard.insight.search import apply, words
 from jaxshard.insight.timeline import Timeline, timeline
 from jaxshard.parallel.mesh import AXES
 from jaxshard.training.program import Program, build_program
@@ -102,17 +102,29 @@ def confirmed(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Sco
         count: 0 asks nothing.
         notes: takes a sentence on each layout that is not offered.
     """
-    none = True
-    for offer in _fitting(found, count, notes):
-        none = False
-        yield offer
-    if none and count:
-        spare = ON_CHIP if found.target.chip.platform == "tpu" else 0
-        near = [s for s in found.above(EDGE * found.limit + spare) if s.memory.host <= host_limit(found.target)]
-        for scored in near[:count]:
-            verdict = _verdict(found, scored, notes)
-            if verdict.peak is not None:  # an estimate alone says that it does not fit
-                yield scored, verdict
+    near = (_too_large(found, count, notes, on_host) for on_host in (False, True))
+    for offers in (_fitting(found, count, notes), *near):
+        first = next(offers, None)
+        if first is not None:
+            yield first
+            yield from offers
+            return
+
+
+def _too_large(found: Search, count: int, notes: list[str], on_host: bool) -> Iterator[tuple[Scored, Verdict]]:
+    """What the compiler takes of the `count` least that are a little too large by the closed form."""
+    if count == 0:
+        return
+    spare = ON_CHIP if found.target.chip.platform == "tpu" else 0
+    near = found.above(EDGE * found.limit + spare)
+    if on_host:
+        near = [scored for scored in near if 0 < scored.memory.host <= host_limit(found.target)]
+    else:
+        near = [scored for scored in near if scored.memory.host == 0]
+    for scored in near[:count]:
+        verdict = _verdict(found, scored, notes)
+        if verdict.peak is not None:  # an estimate alone says that it does not fit
+            yield scored, verdict
 
 
 def _fitting(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
@@ -148,23 +160,24 @@ def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:
     an internal error, which is no verdict on the layout.
     """
     c = scored.candidate
-    name = f"{c.shape}, ZeRO-{c.zero}, remat {c.remat}"
+    name = words(c)
     config = apply(found.config, c)
     try:
         result = compile_step(config, found.target, tokenizer_size(config)).result
     except (InputError, jax.errors.JaxRuntimeError) as error:
         said = str(error).splitlines()[0][:200]
         if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
-            notes.append(f"Not confirmed: {name} with host memory: the compiler for absent devices fails ({said}).")
+            notes.append(f"Not confirmed: {name}: the compiler for absent devices fails ({said}).")
             return Verdict(True)
         notes.append(f"Not offered: {name}: the compiler says {said}")
         return Verdict(False)
     if isinstance(result, DoesNotFit):
         notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
         return Verdict(False)
-    if result.memory.peak > found.allowed:
-        may = gib(found.allowed)
-        notes.append(f"Not offered: {name}: {gib(result.memory.peak)} by the compiler, {may} may be used.")
+    peak, may = result.memory.peak, found.allowed
+    if peak > may:
+        sizes = (gib(peak), gib(may)) if gib(peak) != gib(may) else (f"{peak:,} bytes", f"{int(may):,}")
+        notes.append(f"Not offered: {name}: {sizes[0]} by the compiler, {sizes[1]} may be used.")
         return Verdict(False)
     mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
-    return Verdict(True, result.memory.peak, timeline(result, mesh) if found.timed else None)
+    return Verdict(True, peak, timeline(result, mesh) if found.timed else None)

@@ -20,7 +20,7 @@ from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.planner import command_line
 from jaxshard.insight.ranking import MARGIN, Scored, Search, search
 from jaxshard.insight.refusal import fitting, searched
-from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, Pins, apply
+from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, Pins, apply, words
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import Device, MeshShape, parse_mesh
@@ -82,21 +82,6 @@ def layout(
     plan = fitting(found, free, limit)[0]
     console.line(f"mesh auto: {words(plan.candidate)}: {_why(found, plan, pins)}")
     return apply(config, plan.candidate)
-
-
-def words(c: Candidate) -> str:
-    """A layout in one line: "dp=4,tp=2, ZeRO-1, remat full, accumulation 4"."""
-    parts = [str(c.shape), f"ZeRO-{c.zero}", f"remat {c.remat}"]
-    if c.accumulation > 1:
-        parts.append(f"accumulation {c.accumulation}")
-    if c.microbatches:
-        chunks = f" with {c.virtual_stages} chunks" if c.virtual_stages else ""
-        parts.append(f"{c.microbatches} microbatch{'es' * (c.microbatches > 1)} {c.schedule}{chunks}")
-    if c.sequence_parallel:
-        parts.append("sequence parallel")
-    if c.offload != "none":
-        parts.append("masters and moments in host memory")
-    return ", ".join(parts)
 
 
 def _why(found: Search, plan: Scored, pins: dict[str, Any]) -> str:

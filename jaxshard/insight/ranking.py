@@ -109,16 +109,20 @@ class Search:
         return least
 
     def above(self, most: float) -> list[Scored]:
-        """The least of each mesh and ZeRO stage, where that is above the limit and not above `most`; least first."""
-        least: dict[tuple[MeshShape, int], Scored] = {}
+        """The least of each mesh and ZeRO stage, where that is above the limit and not above `most`; least first.
+
+        What takes host memory stands apart, behind the others.
+        """
+        least: dict[tuple[MeshShape, int, bool], Scored] = {}
         for place, candidate in enumerate(self.order):
             if self._floor(candidate) > most:
                 continue
-            scored, key = self.at(place), (candidate.shape, candidate.zero)
+            scored = self.at(place)
+            key = (candidate.shape, candidate.zero, scored.memory.host > 0)
             if key not in least or scored.memory.total < least[key].memory.total:
                 least[key] = scored
         found = (scored for scored in least.values() if self.limit < scored.memory.total <= most)
-        return sorted(found, key=lambda scored: scored.memory.total)
+        return sorted(found, key=lambda scored: (scored.memory.host > 0, scored.memory.total))
 
     @property
     def allowed(self) -> float:

@@ -8,7 +8,8 @@ from jaxshard.insight.hardware import Target
 from jaxshard.insight.host_memory import host_too_small, smallest_fitting, within_host
 from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import Scored, Search, limit_of, search
-from jaxshard.insight.search import Pins
+from jaxshard.insight.search import Pins, apply, words
+from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.models.layers import SAVED_NAMES
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.remat import parse_remat
@@ -69,11 +70,13 @@ def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> Inpu
         hint = "with this fixed no larger one fits either: fix less of it"
     else:
         hint = "no larger one of this chip fits either: shorten data.seq_len, or take a chip with more memory"
-    layout = f"{least.candidate.shape}, ZeRO-{least.candidate.zero}, remat {least.candidate.remat}"
+    batch = state_bytes(apply(found.config, least.candidate), found.arch, least.candidate.shape).batch
+    if batch > found.limit:
+        hint += f"; the tokens of a batch alone take {gib(batch)}: lower train.global_batch"
     return InputError(
-        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least ({layout}, "
-        f"{found.config.train.precision}) needs {gib(least.memory.total)} on a device, and {gib(found.limit)} may be "
-        f"used; {hint}"
+        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least "
+        f"({words(least.candidate)}, {found.config.train.precision}) needs {gib(least.memory.total)} on a device, and "
+        f"{gib(found.limit)} may be used; {hint}"
     )
 
 

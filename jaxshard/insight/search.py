@@ -77,6 +77,21 @@ class Candidate:
         )
 
 
+def words(c: Candidate) -> str:
+    """A layout in one line: "dp=4,tp=2, ZeRO-1, remat full, accumulation 4"."""
+    parts = [str(c.shape), f"ZeRO-{c.zero}", f"remat {c.remat}"]
+    if c.accumulation > 1:
+        parts.append(f"accumulation {c.accumulation}")
+    if c.microbatches:
+        chunks = f" with {c.virtual_stages} chunks" if c.virtual_stages else ""
+        parts.append(f"{c.microbatches} microbatch{'es' * (c.microbatches > 1)} {c.schedule}{chunks}")
+    if c.sequence_parallel:
+        parts.append("sequence parallel")
+    if c.offload != "none":
+        parts.append("masters and moments in host memory")
+    return ", ".join(parts)
+
+
 @dataclass(frozen=True)
 class Pins:
     """What the user fixed.
