@@ -340,6 +340,23 @@ def test_fewest_devices(capsys):
     assert result["plans"][0]["fits"]
 
 
+def test_fewest_devices_by_the_compilers_word(capsys, monkeypatch):
+    """Where the compiler refuses all that should fit, the next larger target has its turn."""
+    asked = []
+
+    def answer(config, target, vocab):
+        asked.append(target.name)
+        peak = 90 * GIB if target.count < 4 else 50 * GIB
+        return type("Confirmed", (), {"result": _Peak(peak)})
+
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(confirm, "compile_step", answer)
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: None)
+    _, out, _ = plan(capsys, *LLAMA[:-1], "1", "--target", "h100:64", "--fewest", "--json")
+    assert json.loads(out)["target"] == "h100:4"
+    assert asked[-1] == "h100:4" and set(asked[:-1]) <= {"h100:1", "h100:2"} and len(asked) > 1
+
+
 @pytest.mark.parametrize(
     "arguments,words",
     [

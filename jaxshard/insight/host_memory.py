@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator
 
 import jax
 
@@ -37,10 +38,15 @@ def within_host(found: Search) -> list[Scored]:
     return [scored for scored in found.fitting if scored.memory.host <= limit]
 
 
-def smallest_fitting(
+def fitting_parts(
     config: Config, arch: Architecture, target: Target, pins: Pins, limit: float | None, most: int | None = None
-) -> Search | None:
-    """The search on the smallest target of the same chip on which a plan fits, host memory included, or None."""
+) -> Iterator[Search]:
+    """Searches on the targets of the same chip on which a plan fits, host memory included, smallest first.
+
+    Args:
+        limit: bytes that the user allows on a device; None: what it has.
+        most: devices.
+    """
     for candidate in larger_targets(target, most):
         if state_alone(config, arch, candidate, pins) > limit_of(candidate, limit):
             continue
@@ -49,8 +55,14 @@ def smallest_fitting(
         except InputError:  # nothing divides there
             continue
         if within_host(found):
-            return found
-    return None
+            yield found
+
+
+def smallest_fitting(
+    config: Config, arch: Architecture, target: Target, pins: Pins, limit: float | None
+) -> Search | None:
+    """The first of `fitting_parts`, or None."""
+    return next(fitting_parts(config, arch, target, pins, limit), None)
 
 
 def host_too_small(found: Search, pins: Pins, limit: float | None) -> InputError:

@@ -1,5 +1,6 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from jaxshard.insight.advice import reasons
 from jaxshard.insight.calibration import calibrated
 from jaxshard.insight.confirm import compiler_missing, confirmed, tokenizer_size
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
-from jaxshard.insight.host_memory import smallest_fitting, within_host
+from jaxshard.insight.host_memory import fitting_parts, within_host
 from jaxshard.insight.lock import check_writable
 from jaxshard.insight.plan_tables import model_name, show
 from jaxshard.insight.ranking import PREFERENCE, Scored, Search
@@ -94,8 +95,7 @@ def run(
     config, notes = _with_precision(config, hardware, given)
     arch = architecture(config.model, tokenizer_size(config), config.data.seq_len)
     _runs(config, arch, hardware)
-    found = find(config, arch, hardware, given, memory_limit, fewest)
-    plans, more = offered(found, given, confirm)
+    found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm)
     if best:
         console.line(plans[0].command)
     else:
@@ -153,23 +153,29 @@ def check_options(target: Target, memory_limit: float | None, fewest: bool, repo
 
 
 def find(
-    config: Config, arch: Architecture, target: Target, given: Given, memory_limit: float | None, fewest: bool
-) -> Search:
-    """The search of a target, or of the smallest part of it that fits.
+    config: Config,
+    arch: Architecture,
+    target: Target,
+    given: Given,
+    memory_limit: float | None,
+    fewest: bool,
+    confirm: int,
+) -> tuple[Search, list[Plan], list[str]]:
+    """The search of a target, or of the smallest part of it with a plan, its plans, and notes as of `offered`.
 
     Args:
         memory_limit: GiB.
 
     Raises:
-        InputError: nothing is legal.
+        InputError: nothing is legal, or nothing fits.
     """
     pins = pins_of(config, given.options)
     limit = None if memory_limit is None else memory_limit * 2**30
-    if fewest:
-        part = smallest_fitting(config, arch, target, pins, limit, most=target.count)
-        if part is not None:
-            return part
-    return searched(config, arch, target, pins, limit)
+    for part in fitting_parts(config, arch, target, pins, limit, most=target.count) if fewest else ():
+        with contextlib.suppress(InputError):  # the compiler refuses all that should fit there
+            return part, *offered(part, given, confirm)
+    found = searched(config, arch, target, pins, limit)
+    return found, *offered(found, given, confirm)
 
 
 def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list[str]]:
