@@ -13,6 +13,7 @@ from layout_table import table
 
 from jaxshard.errors import InputError
 from jaxshard.models import transformer
+from jaxshard.models.presets import architecture
 from jaxshard.parallel import layout
 from jaxshard.training import gradients, loss
 from jaxshard.training.invariance import (
@@ -37,6 +38,7 @@ def case_named(name: str):
 def test_every_gradient_equals_one_devices(case, capfd):
     result = table.measure(case)
     assert result.faults(TOLERANCE) == []
+    assert result.parameters == architecture(case.config().model, None, table.LENGTH).parameters
     # What the partitioner cannot do well it says at this level only.
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
@@ -48,6 +50,10 @@ def test_the_table_has_the_layouts_that_matter():
     assert {axis for mesh in meshes for axis in ("replica", "dp", "tp") if axis in mesh} == {"replica", "dp", "tp"}
     assert {case.zero for case in FAST} == {0, 1, 2, 3}
     assert {"accumulation", "remat", "sequence_parallel", "loss_chunk"} <= options
+    schedule = lambda case: (case.train.get("schedule", "1f1b"), case.mesh.split(",")[case.mesh.startswith("replica")])
+    pipelines = {(*schedule(case), axis) for case in SLOW for axis in ("dp", "tp") if axis in case.mesh}
+    assert len(pipelines) == 3 * 2 * 2  # schedules, 2 and 4 stages, data and model axis
+    assert {case.zero for case in SLOW} == {0, 1, 2, 3}
     assert {case.variant for case in table.CASES} == set(table.VARIANTS)
 
 
@@ -208,6 +214,7 @@ def test_what_is_not_a_number_or_hides_in_padding_disagrees():
         "norm": replace(outcome, norm=1 + 1e-9),
         "update of w": replace(outcome, moved={"w": np.array([1, 1 + 1e-6])}),
         "padding": replace(outcome, padding=1e-300),
+        "3 parameters": replace(outcome, parameters={"w": np.ones(2), "v": np.ones(1)}),
     }
     for name, other in wrong.items():
         (fault,) = compare(other, outcome).faults()

@@ -1,4 +1,7 @@
-"""Training through a pipeline: fp64 gradients equal one device's with everything it is combined with."""
+"""Training through a pipeline: fp64 gradients equal one device's with everything it is combined with.
+
+The table of layouts (test_layouts.py) has every schedule on 2 and 4 stages with data and model axes; here are more.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -79,17 +82,12 @@ def test_gradients_equal_one_device(name):
 
 
 SLOW = {
-    "replica": ("replica=2,pp=2,dp=2", dict(zero=1, accumulation=2, microbatches=3)),
     "one microbatch": ("pp=2,dp=2", dict(microbatches=1)),
-    "fewer than stages": ("pp=4,tp=2", dict(microbatches=3, schedule="gpipe")),
     "one sequence each": ("pp=4,dp=2", dict(microbatches=12)),
     "zero-2": ("pp=2,dp=4", dict(zero=2, microbatches=3)),
     "zero-2 interleaved": ("pp=2,dp=2,tp=2", dict(zero=2, schedule="interleaved", virtual_stages=4, microbatches=4)),
-    "zero-3 gathered once": ("pp=2,dp=2,tp=2", dict(zero=3, pipeline_gather="step", microbatches=4)),
     "zero-3 interleaved": ("pp=2,dp=4", dict(zero=3, schedule="interleaved", microbatches=6, remat="dots")),
     "zero-3 interleaved once": ("pp=4,dp=2", dict(zero=3, virtual_stages=2, microbatches=4, pipeline_gather="step")),
-    "interleaved, odd": ("pp=4,dp=2", dict(schedule="interleaved", microbatches=6, accumulation=2)),
-    "heads alone": ("pp=4,tp=2", dict(microbatches=8, sequence_parallel=True)),
     "kv heads whole": ("pp=2,tp=4", dict(microbatches=8)),
     "names": ("pp=2,dp=2,tp=2", dict(microbatches=4, remat="names:residual,attention", zero=1)),
     "offload": ("pp=2,dp=2,tp=2", dict(microbatches=4, remat="offload", zero=1)),
@@ -106,9 +104,8 @@ def test_gradients_equal_one_device_with(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stream", "host"])
-def test_an_offloaded_update_equals_one_device(mode):
-    cfg = config("pp=2,dp=2,tp=2", zero=1, microbatches=4, virtual_stages=2, offload="optimizer", offload_mode=mode)
+def test_an_update_on_the_host_equals_one_device():
+    cfg = config("pp=2,dp=2,tp=2", zero=1, microbatches=4, virtual_stages=2, offload="optimizer", offload_mode="host")
     plain = replace(alone(cfg), train=replace(alone(cfg).train, offload="none", offload_mode=None))
     found = one_step(program(cfg), batch(cfg), update=True)
     assert compare(found, one_step(program(plain), batch(cfg), update=True)).faults() == []

@@ -72,6 +72,7 @@ class Comparison:
 
     Attributes:
         loss: of the layout, and `expected_loss` of one device.
+        parameters: number of parameters, each counted once wherever it lies, and `expected_parameters` of one device.
         initial_equal: the initial parameters agree bit for bit.
         norm_error: of the global gradient norm, relative; 0 when it was not computed.
         padding: largest absolute entry of the vocabulary's padding, which must be 0.
@@ -80,6 +81,8 @@ class Comparison:
 
     loss: float
     expected_loss: float
+    parameters: int
+    expected_parameters: int
     initial_equal: bool
     norm_error: float
     padding: float
@@ -100,6 +103,8 @@ class Comparison:
     def faults(self, tolerance: float = TOLERANCE) -> list[str]:
         """Returns what disagrees, in words; empty when nothing does. NaN disagrees."""
         found = []
+        if self.parameters != self.expected_parameters:
+            found.append(f"{self.parameters:,} parameters instead of {self.expected_parameters:,}")
         if not self.initial_equal:
             found.append("initial parameters differ")
         if self.padding != 0:
@@ -241,9 +246,12 @@ def compare(found: Outcome, expected: Outcome) -> Comparison:
         real = {path: (g == 0) | (g > NOISE * top) for path, g in larger.items()}
         keep = lambda moved: {path: np.where(real[path], a, 0) for path, a in moved.items()}
         by_update = relative_errors(keep(found.moved), keep(expected.moved))
+    count = lambda arrays: sum(a.size for a in arrays.values())
     return Comparison(
         loss=found.loss,
         expected_loss=expected.loss,
+        parameters=count(found.parameters),
+        expected_parameters=count(expected.parameters),
         initial_equal=all(np.array_equal(found.parameters[path], a) for path, a in expected.parameters.items()),
         norm_error=_relative(found.norm, expected.norm),
         padding=max(found.padding, expected.padding),
