@@ -12,6 +12,7 @@ from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.parallel import rules
 from jaxshard.parallel.mesh import MeshShape, parse_mesh, resolve_mesh
+from jaxshard.training.describe import zero_notes
 from jaxshard.training.invariance import compile_quickly, synthetic_batch
 from jaxshard.training.program import Program, build_program, class_bytes
 
@@ -207,3 +208,12 @@ def test_what_cannot_shard_is_refused_or_reported():
         "head.norm.scale",
     }
     assert all(leaf.bytes in (66 * 4, 66 * 4 * L) and "data = 4" in leaf.why for leaf in program.replicated)
+
+
+def test_zero_without_a_data_axis_says_that_it_changes_nothing():
+    row = Row("tp=2", 3)
+    assert zero_notes(row.program()) == [
+        "--zero 3 changes nothing here: it splits state over the data axis, and dp = 1"
+    ]
+    assert class_bytes(row.program()) == Row("tp=2", 0).formula()
+    assert zero_notes(Row("tp=2", 0).program()) == zero_notes(Row("dp=2", 3).program()) == []

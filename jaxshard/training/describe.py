@@ -76,13 +76,17 @@ def show_program(program: Program, console: Console) -> None:
 
 
 def zero_notes(program: Program) -> list[str]:
-    """What ZeRO-2 and 3 send over the data axis because the layers are a pipeline; [] where they send nothing more.
+    """What --zero does here that one may not expect: nothing at all, or more traffic because the layers are a pipeline.
+
+    ZeRO-2 and 3 send more over the data axis then; [] where they do not.
 
     Bytes are those of one device's layers, whole over the data axis: gradients and parameters in the types in which
     they are reduced and computed with.
     """
     plan, layout, zero = program.recipe.pipeline, program.layout, program.layout.zero
-    if plan is None or zero < 2 or layout.shape.data == 1:
+    if zero and layout.shape.data == 1:
+        return [f"--zero {zero} changes nothing here: it splits state over the data axis, and dp = 1"]
+    if plan is None or zero < 2:
         return []
     local = lambda a, s: math.prod(local_shape(a.shape, s.base, layout.shape))
     values = sum(jax.tree.leaves(jax.tree.map(local, program.abstract.params["blocks"], layout.specs["blocks"])))
