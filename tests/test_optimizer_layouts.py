@@ -56,6 +56,14 @@ def test_one_update_is_one_devices(name, layout, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_update_of_a_pipeline_is_one_devices(name):
+    result = compare(updated(name, "pp=2,dp=2,tp=2", 1, {}), alone(name))
+    assert result.faults() == []
+    assert result.worst_update is not None and result.worst_update.update < 1e-9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 @pytest.mark.parametrize("mode", OFFLOADED)
 def test_an_update_with_state_in_host_memory_is_one_devices(name, mode):
@@ -84,6 +92,7 @@ def test_an_update_from_a_clipped_part_is_seen(monkeypatch):
 
 
 CURVES = [("dp=8", 0), ("dp=4,tp=2", 0), ("tp=4", 0), ("dp=2,tp=4", 1), ("dp=2,tp=4", 2), ("dp=2,tp=4", 3)]
+PIPELINE = pytest.param("pp=2,dp=2,tp=2", 1, marks=pytest.mark.slow)
 
 
 def curve(mesh: str, zero: int, steps: int = 20) -> list[float]:
@@ -106,7 +115,7 @@ def curve_alone() -> tuple[float, ...]:
     return tuple(curve("dp=1", 0))
 
 
-@pytest.mark.parametrize("mesh, zero", CURVES)
+@pytest.mark.parametrize("mesh, zero", [*CURVES, PIPELINE])
 def test_twenty_steps_follow_one_device(mesh, zero):
     expected = curve_alone()
     assert expected[-1] < 0.7 * expected[0]  # It learns that most of the vocabulary does not occur.

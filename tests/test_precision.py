@@ -115,16 +115,25 @@ def test_an_overflow_changes_nothing_but_the_scale_and_counters(layout):
     assert counts and all(count == 2 for count in counts)
 
 
+def decisions(layout: tuple) -> list[tuple[float, int, int]]:
+    """Loss scale and counters after each of 16 steps from a scale that is far too large."""
+    made, init, step = fp16(layout)
+    state, history = with_scale(init(), 2.0**26), []
+    for seed in range(16):
+        state, _ = step(state, batch_of(made, seed))
+        history.append((float(state.loss_scale.scale), int(state.skipped), int(state.skipped_in_row)))
+    return history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("pp=2,dp=2", 4, 1, 1), ("pp=2,dp=2,tp=2", 8, 3, 2)], ids=lambda layout: layout[0])
+def test_a_pipeline_decides_alike(layout):
+    assert decisions(layout) == decisions(LAYOUTS[0])
+
+
 def test_every_layout_decides_alike():
-    """From a scale that is far too large down to one that fits, and up again after good updates."""
-    histories = []
-    for layout in LAYOUTS:
-        made, init, step = fp16(layout)
-        state, history = with_scale(init(), 2.0**26), []
-        for seed in range(16):
-            state, _ = step(state, batch_of(made, seed))
-            history.append((float(state.loss_scale.scale), int(state.skipped), int(state.skipped_in_row)))
-        histories.append(history)
+    """Down to a scale that fits, and up again after good updates."""
+    histories = [decisions(layout) for layout in LAYOUTS]
     assert all(history == histories[0] for history in histories[1:])
     skips = [skipped for _, skipped, _ in histories[0]]
     assert 1 <= skips[-1] < 16 and len({scale for scale, _, _ in histories[0]}) > 2
