@@ -121,7 +121,8 @@ def step_time(
     held = parameters(arch, layout, seq_len, software)
     per_stage = arch.n_layers / layout.stage
     added = Work(elementwise=_accumulate(held, per_stage, layout, rates) + _stacking(arch, layout, rates))
-    blocks = (forward + backward + again).settled() * per_stage + added
+    passes = forward.settled() + (again + backward).settled()  # the host does not run ahead from one to the next
+    blocks = passes * per_stage + added
     worst, filling, sends = _pipeline(arch, layout, rates, blocks, seq_len)
     exposed, hidden = _data_comm(arch, layout, rates, held, forward * per_stage, (backward + again) * per_stage)
     optimizer, transfers = _update(held, layout, rates)

@@ -12,20 +12,27 @@ from typing import Literal
 class Constants:
     """Shares of datasheet figures that real kernels reach, and the time that software adds."""
 
-    misaligned: float = 0.65
-    """Share of the chip's best matmul (`MATRIX_UNITS`) that a matmul reaches when its rows do not start at multiples of
-    16 bytes (a vocabulary that is not padded): tensor cores then load number by number. Fitted."""
+    misaligned: float = 0.51
+    """Share of the chip's best matmul (`MATRIX_UNITS`) that a matmul of 16-bit numbers reaches when its rows start at
+    multiples of 2 bytes only (a vocabulary of odd size): tensor cores then load number by number. From 16 bytes on
+    nothing is lost, and each halving below costs the same factor. Fitted."""
     memory: float = 0.61
-    """Share of the memory bandwidth that element-wise kernels and the optimizer reach. Fitted."""
-    dispatch: float = 58e-6
-    """Seconds that the host needs to launch one kernel of an eager framework (Python and autograd). Fitted."""
+    """Share of the memory bandwidth that element-wise kernels and the optimizer of a compiled program reach in effect:
+    what published runs on H100 suggest (docs/time-model.md)."""
+    dispatch: float = 89e-6
+    """Seconds that the host needs to launch one kernel of an eager framework from Python, forward. Fitted."""
+    engine: float = 21e-6
+    """The same in the backward pass, which autograd's engine launches without Python. Fitted."""
+    long_rows: float = 2.4
+    """Times that an eager framework's kernels over attention scores take longer when a row holds more than 1024: its
+    fused softmax keeps a row in the registers of one warp, and fewer warps then fit. Fitted."""
     kernel_gap: float = 1e-6
     """Seconds added to every kernel of an eager framework whose host is ahead of the device: the low end of what NVIDIA
     states for kernels that wait in a queue (1 to 3 us)."""
-    rendezvous: float = 82e-6
-    """Seconds that a collective of an eager framework takes besides moving bytes: its launch, two stream waits and the
-    meeting of all members. Fitted."""
-    host_skew: float = 10e-6
+    rendezvous: float = 32e-6
+    """Seconds that a collective of an eager framework takes besides moving bytes, of the device and of the host: its
+    launch, two stream waits and the meeting of all members. Fitted."""
+    host_skew: float = 3e-6
     """Seconds that each further member adds to a launch-bound collective, which waits for the slowest host. Fitted."""
     slow_links: float = 0.9
     """Share of the bandwidth between hosts that collectives reach (InfiniBand: 92 % in perftest, 85 to 92 % in
@@ -74,6 +81,10 @@ class Software:
     """The host launches kernel by kernel; otherwise the compiled program runs without it."""
     kernel_gap: float | None = None
     """Seconds added to every kernel; None takes the constant of eager frameworks."""
+    memory: float | None = None
+    """Share of the memory bandwidth that element-wise kernels reach; None takes the constant of compiled programs."""
+    end_kernels: int = 0
+    """Kernels of a microbatch outside the blocks that the device waits for: it has nothing else to do meanwhile."""
     rendezvous: float | None = None
     """Seconds a collective takes besides moving bytes; None takes the fitted constant."""
     overlap: float = 0.0
@@ -129,6 +140,9 @@ MEGATRON_DEEPSPEED = Software(
     # Norm and its two parameter sums; dropout, bias sum, residual sum; GELU and bias sum; layouts of q, k, v, context.
     backward=Kernels(wide=(6, 6, 2, 2, 5, 5, 2, 2, 6, 6), hidden=(6, 2), heads=(4, 12, 6), scores=(6, 5)),
     eager=True,
+    memory=0.85,
+    # Lookups, positions and dropout; the last norm, logits; the loss over a split vocabulary, and all their gradients.
+    end_kernels=24,
     logit_bytes=40.0,
     accumulation_bytes=6.0,
     stacked=False,
@@ -143,7 +157,8 @@ MEGATRON_DEEPSPEED = Software(
 )
 """The framework of the measured rows: PyTorch, one kernel after another, fp16, gradients reduced when the backward pass
 is over. Traffic counted from its operators (Megatron-LM, model/transformer.py: masked softmax, dropout, bias-GELU and
-bias-dropout-add are one kernel each; attention scores go through memory)."""
+bias-dropout-add are one kernel each; attention scores go through memory). Memory: copies on A100 reach 85 to 88 % of
+the datasheet (BabelStream)."""
 
 
 @dataclass(frozen=True)

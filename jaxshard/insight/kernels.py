@@ -98,7 +98,7 @@ class Rates:
     @property
     def memory(self) -> float:
         """Bytes a second that streaming kernels reach."""
-        return self.hw.bandwidth * self.c.memory
+        return self.hw.bandwidth * (self.c.memory if self.software.memory is None else self.software.memory)
 
     @property
     def peak(self) -> Number:
@@ -114,14 +114,15 @@ class Rates:
         """`batch` times [m, k] x [k, n]: the longer of arithmetic and memory traffic.
 
         The result is computed in tiles, `units` of them at a time: what sticks out of the last tiles is lost, and
-        on average half a round of tiles at the end.
+        on average half a round of tiles at the end. Sizes that are no multiples of 8, 4, 2 slow loads down step by
+        step where nothing pads them.
         """
         unit = self.hw.matrix
         tiles = batch * np.ceil(m / unit.tile) * np.ceil(n / unit.tile)
         share = (batch * m * n / unit.tile**2) / (tiles + unit.units / 2)
         if not self.software.pads_matmuls:
-            odd = (np.mod(m, 8) != 0) | (np.mod(k, 8) != 0) | (np.mod(n, 8) != 0)
-            share = np.where(odd, np.minimum(share, self.c.misaligned), share)
+            steps = sum((np.mod(m, size) != 0) | (np.mod(k, size) != 0) | (np.mod(n, size) != 0) for size in (8, 4, 2))
+            share = np.minimum(share, self.c.misaligned ** (steps / 3))
         traffic = self.width * batch * (m * k + k * n + m * n) / self.memory
         return np.maximum(2 * batch * m * k * n / (self.best * share), traffic) + self.gap
 
@@ -160,6 +161,7 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
     hidden = n * F * (1.5 if gated else 1)
     scores = layout.sequences * heads * seq_len * seq_len
     comm = reductions(arch, layout, rates, n, 2)
+    long = np.where(np.asarray(seq_len) > 1024, rates.c.long_rows, 1.0) if rates.software.eager else 1.0
 
     def one(kernels: Kernels, matmuls: Number, launches: int, backward: bool) -> Work:
         streams = (
@@ -170,9 +172,10 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
         attention = rates.attention(layout.sequences * heads, seq_len, depth, backward)
         unfused = rates.software.attention == "unfused"
         if unfused:
-            attention = attention + rates.stream(kernels.scores, scores)
+            attention = attention + rates.stream(kernels.scores, scores) * long
         count = launches + kernels.count + (len(kernels.scores) if unfused else 0)
-        return Work(matmuls, attention, streams, comm, host=launch(rates, count, tp, 2))
+        each = rates.c.engine if backward else rates.c.dispatch
+        return Work(matmuls, attention, streams, comm, host=launch(rates, count * each, tp, 2))
 
     total = lambda cost: sum(cost(*shape) for shape in products)
     forward = one(rates.software.forward, total(rates.matmul), len(products) + 2, False)
@@ -183,7 +186,7 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
 def ends(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tuple[Work, Work]:
     """Work of one microbatch outside the blocks, forward and backward: (embedding, head with the loss).
 
-    Few kernels and large ones: the host is never late.
+    Before and after the blocks of a microbatch the device of an eager framework waits for each launch.
     """
     tp, n = layout.model, layout.sequences * seq_len
     split = layout.stage if rates.software.head_on_all_stages else 1
@@ -196,7 +199,8 @@ def ends(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tupl
         across = group(net, layout.stage, tp * layout.data)
         comm = comm + all_reduce(across, rates.width * n * D, net, rates.c, rates.software)
     lookup = rates.stream(rates.software.embedding, n * D) + 2 * V * D / rates.memory
-    return Work(elementwise=lookup, model_comm=comm), Work(matmul=head, elementwise=loss, model_comm=comm)
+    idle = rates.software.end_kernels * rates.c.dispatch
+    return Work(elementwise=lookup, model_comm=comm), Work(matmul=head, elementwise=loss, model_comm=comm, idle=idle)
 
 
 def reductions(arch: Architecture, layout: Any, rates: Rates, n: Number, times: int) -> Number:
@@ -210,7 +214,8 @@ def reductions(arch: Architecture, layout: Any, rates: Rates, n: Number, times: 
 
 
 def launch(rates: Rates, kernels: Number, model: Number, collectives: int) -> Number:
-    """Seconds in which the host launches so many kernels; launch-bound collectives wait for the slowest host."""
+    """Seconds in which the host launches: `kernels` seconds, and collectives, which wait for the slowest host."""
     if not rates.software.eager:
         return 0.0
-    return kernels * rates.c.dispatch + collectives * rates.c.host_skew * (model - 1)
+    meeting = rates.c.rendezvous + rates.c.host_skew * (model - 1)
+    return kernels + collectives * np.where(np.asarray(model) > 1, meeting, 0.0)

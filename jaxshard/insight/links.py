@@ -1,6 +1,6 @@
 """What collectives cost: bytes over links, by ring or tree, inside a host or slice and across.
 
-A group is a mesh axis: its members are `stride` devices apart, so that min(size, node / stride) of them share a node
+A group is a mesh axis: its members are `stride` devices apart, so that min(size, node / stride) share the first node
 (a host of GPUs, a slice of TPU chips). Sizes may be numpy arrays: one entry a layout.
 """
 
@@ -85,7 +85,7 @@ class Group:
 
 def group(fabric: Fabric, size: Number, stride: Number) -> Group:
     """The members of a mesh axis of `size` whose neighbours are `stride` devices apart."""
-    return Group(size, np.minimum(size, np.maximum(1, fabric.node // np.maximum(stride, 1))))
+    return Group(size, np.minimum(size, (fabric.node - 1) // np.maximum(stride, 1) + 1))
 
 
 def ring_bytes(size: Number, payload: Number) -> Number:
