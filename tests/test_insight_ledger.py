@@ -58,6 +58,14 @@ def test_what_is_not_predicted_is_said(capsys):
     assert f"{own:,} bytes are not compared" in said and "nothing unexpected in all that is predicted" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_deferred_gradients_are_compared_whatever_the_optimizer(name):
+    """They are reduced where the optimizer's own arithmetic stands: outside of both passes."""
+    found = agreeing(config("dp=8", 0, optim=name, accumulation=2), CPU)
+    assert any(row.family == "vector" and row.phase == "outside" for row in found.rows)
+
+
 def test_layers_updated_one_by_one_are_recognised():
     """GPUs gather along the outermost dim, whichever is cut: gate [128, 384] comes as [8 x 128, 384 / 8]."""
     facts = facts_of(program_for(config("dp=8", 1, offload="optimizer"), CPU))

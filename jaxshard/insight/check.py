@@ -68,9 +68,9 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
     compare = _Comparison(facts, platform)
     wanted, unpredicted = expected(facts), open_families(facts)
     if unpredicted:
-        own = sum(row.total for row in rows if _of_optimizer(row))
+        own = sum(row.total for row in rows if _of_optimizer(row, facts))
         unpredicted = {name: f"{why}: {own:,} bytes are not compared" for name, why in unpredicted.items()}
-        rows = [row for row in rows if not _of_optimizer(row)]
+        rows = [row for row in rows if not _of_optimizer(row, facts)]
     vectors = [row for row in rows if row.family == "vector"]
     rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
     rows = compare.without_padding(rows)
@@ -91,9 +91,11 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
     )
 
 
-def _of_optimizer(row: Row) -> bool:
-    """Traffic of the optimizer's own arithmetic, or that looks like it: in neither of the passes."""
-    return row.family == "optimizer" or (row.phase == "outside" and row.family in ("", "vector"))
+def _of_optimizer(row: Row, facts: Facts) -> bool:
+    """Traffic of the optimizer's own arithmetic, or that looks like it: in neither of the passes, where no gradients
+    are reduced unless that is deferred."""
+    unknown = ("",) if facts.deferred else ("", "vector")
+    return row.family == "optimizer" or (row.phase == "outside" and row.family in unknown)
 
 
 def _split_inputs(facts: Facts) -> int:

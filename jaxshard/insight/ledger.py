@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxshard.insight.collectives import Collective, module_collectives
 from jaxshard.insight.facts import Facts
 from jaxshard.insight.hlo import Array, Instruction, Module, leaves
-from jaxshard.insight.reasons import FAMILIES, Reason, Subject, alternatives, place, reason
+from jaxshard.insight.reasons import FAMILIES, Reason, Subject, alternatives, is_bounded, place, reason
 
 _OPTIMIZER = re.compile(r"training/optimizer\.py|optax/")
 _PASSES = ("bitcast", "copy", "reshape", "transpose", "convert", "copy-done", "copy-start")
@@ -64,9 +64,7 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
     grouped: dict[tuple[str, str, str], list[tuple[Subject, int]]] = defaultdict(list)
     for subject, size in _subjects(module, found, facts):
         why = reason(subject, facts)
-        # Adam's new parameters may bear its lines; Muon's matrices, as large as they are, are no parameters.
-        other = facts and (why.family != "update" or facts.optimizer == "muon")
-        if other and _OPTIMIZER.search(found.source) and place(subject.op_name).phase == "outside":
+        if facts and _is_optimizers(why, subject, found.source, facts):
             why = Reason("optimizer", FAMILIES["optimizer"])
         grouped[why.family, why.text, subject.dtype].append((subject, size))
     result = []
@@ -93,6 +91,16 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
             )
         )
     return result
+
+
+def _is_optimizers(why: Reason, subject: Subject, source: str, facts: Facts) -> bool:
+    """Whether it is the optimizer's own. Adam's new parameters may bear its lines; Muon's matrices, as large as they
+    are, are no parameters; Adafactor's statistics are as large as norms, and may be gathered together with them."""
+    if place(subject.op_name).phase != "outside":
+        return False
+    if why.family == "update" and facts.optimizer == "adafactor":
+        return is_bounded(facts.named(subject.dims), facts)
+    return bool(_OPTIMIZER.search(source)) and (why.family != "update" or facts.optimizer == "muon")
 
 
 def _is_weight(family: str) -> bool:

@@ -120,7 +120,7 @@ def reason(subject: Subject, facts: Facts | None) -> Reason:
         found = _batch_reason(subject, where, facts)
     elif axes <= VOCAB_AXES:
         found = _model_reason(subject, where, facts)
-    elif subject.kind in ("all-reduce", "collective-permute") and _small(facts.named(subject.dims), facts):
+    elif subject.kind in ("all-reduce", "collective-permute") and is_bounded(facts.named(subject.dims), facts):
         found = Reason("vector", _with(FAMILIES["vector"], "parts of them, over both axes at once"))
     if not found and small:
         return Reason("bookkeeping", FAMILIES["bookkeeping"])
@@ -158,16 +158,16 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
         layer = f"layer scan, {_words(where)}" if in_scan else _groups(weight)
         return Reason("gather", _with(FAMILIES["gather"], layer))
     if subject.kind in ("all-reduce", "reduce-scatter"):
-        if not gradient or (where.phase == "forward" and where.scope != "loss" and _small(weight, facts)):
+        if not gradient or (where.phase == "forward" and where.scope != "loss" and is_bounded(weight, facts)):
             # A small vector is gathered as a sum in which every device adds its own part.
             family = "gather" if facts.zero == 3 else "update"
             return Reason(family, FAMILIES[family])
-        family = "vector" if _small(weight, facts) else "gradient"
+        family = "vector" if is_bounded(weight, facts) else "gradient"
         return Reason(family, _with(FAMILIES[family], _groups(weight)))
     return None
 
 
-def _small(weight: str, facts: Facts) -> bool:
+def is_bounded(weight: str, facts: Facts) -> bool:
     """Whether these are weights whose gradients are held between bounds, or look like such."""
     paths = weight.split(" or ")
     return bool(weight) and all(w.bounded or w.path in facts.alike for w in facts.weights if w.path in paths)
@@ -217,7 +217,7 @@ def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     if not facts.split_kv and subject.elements in heads and where.scope == "attention":
         return Reason("kv", FAMILIES["kv"])
     weight = facts.named(subject.dims)
-    if weight and summed and _small(weight, facts) and where.phase != "forward":
+    if weight and summed and is_bounded(weight, facts) and where.phase != "forward":
         return Reason("vector", _with(FAMILIES["vector"], "sequence parallel"))
     return None
 
