@@ -226,6 +226,13 @@ def test_streamed_temporaries_on_a_tpu():
     temporaries_stay_flat("v5e:2x2", 2048)  # Smaller ones fit into on-chip memory, which is not counted.
 
 
+@needs_tpu
+@pytest.mark.slow
+def test_a_narrow_table_on_a_tpu():
+    """A device's part of the embedding is [32, 16], which TPUs hold the other way round."""
+    compiled("v5e:2x4", 64, 2, "dp=4,tp=2", **OFFLOAD)
+
+
 @needs_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "host"])

@@ -170,10 +170,16 @@ def _down(tree: Any, low: Any) -> Any:
     return jax.tree.map(lambda x, is_low: to_host(x) if is_low else x, tree, low)
 
 
-def _visit(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
-    """Brings masters and moments to the device, updates, and sends them back."""
+def _visit(
+    layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change, order: Callable = lambda x, _: x
+) -> Parts:
+    """Brings masters and moments to the device, updates, and sends them back; `order` pins the order of their dims.
+
+    Only slices of a stack need it. TPUs keep a table with a narrow last dim, such as [32, 16], the other way round, and
+    their compiler fails to turn it on its way from the host.
+    """
     masters = layout.policy.masters
-    ordered = lambda tree, places: jax.tree.map(row_major, tree, places)
+    ordered = lambda tree, places: jax.tree.map(order, tree, places)
     up = lambda tree, places: ordered(to_device(tree, places), places)
     source = up(old.masters, places.optimizer) if masters else _constrained(old.params, places.optimizer)
     updated, moments = advance(tx, change, grads, source, up(old.moments, places.moments))
@@ -198,7 +204,7 @@ def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, 
         take = lambda x: _take(stages, x, i)
         # Counts are those from before the loop in every turn, so they advance once.
         one = jax.tree.map(lambda x, first, is_stack: take(x) if is_stack else first, now, start, stacked)
-        new = _visit(layout, tx, places, jax.tree.map(take, grads), one, change)
+        new = _visit(layout, tx, places, jax.tree.map(take, grads), one, change, row_major)
         return jax.tree.map(lambda x, n, is_stack: _put(stages, x, n, i) if is_stack else n, now, new, stacked)
 
     layers = jax.tree.leaves(old.params)[0].shape[0] // stages
