@@ -12,6 +12,7 @@ from ledger_layouts import config, ledger, program_for
 from jaxshard import cli
 from jaxshard.console import Console
 from jaxshard.insight import explain
+from jaxshard.insight.check import Difference
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,15 @@ def test_a_lock_of_something_else_is_refused(command, small, capsys):
     error = capsys.readouterr().err
     assert "is of mesh 'dp=4,tp=2', and this is 'dp=8'" in error and "keep a file for each" in error
     assert command("explain --lock nowhere/a.json") == 2
+
+
+def test_unexpected_traffic_above_the_threshold_is_exit_code_1(command, small, capsys):
+    extra = Difference("an activation travels over data", ("data",), small.check.threshold + 1)
+    assert command("explain", replace(small, check=replace(small.check, unexpected=(extra,)))) == 1
+    assert "unexpected: " in capsys.readouterr().out
+    little = replace(extra, bytes=small.check.threshold)
+    assert command("explain", replace(small, check=replace(small.check, unexpected=(little,)))) == 0
+    assert "no unexpected traffic above" in capsys.readouterr().out
 
 
 def test_two_explanations_are_compared(command, small, capsys):
