@@ -137,6 +137,8 @@ def test_nor_is_it_for_weights_that_look_like_some_that_are_only_bounded():
     said = {item.reason.partition(":")[0]: item.bytes for item in check(found.rows, found.facts, "gpu").unexpected}
     assert said["gradient reduction of norms, biases and whole tables"] == 2 * query
     assert said["gradient reduction"] > 2 * query  # MLP and vocabulary: compared in closed form, as ever
+    nothing = check([], found.facts, "gpu")
+    assert nothing.missing and not nothing.unexpected
 
 
 def test_gradients_of_kv_heads_that_several_devices_use_are_summed_and_not_gathered():
