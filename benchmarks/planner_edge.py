@@ -7,15 +7,12 @@ The store and --table work as those of benchmarks/planner_memory.py. Models are 
 exact.
 """
 
-import argparse
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import jax
-from planner_memory import Case
+from planner_memory import Case, command
 
 from jaxshard.errors import InputError
 from jaxshard.insight import confirm, planner, ranking
@@ -113,7 +110,7 @@ HEAD = """# Where plans stop fitting
 
 `python benchmarks/planner_edge.py` compiles small models, where the closed form is least exact, and asks the planner
 for that layout with `--memory_limit` one byte below the compiler's peak, and at it. On TPUs temporaries up to 128 MiB
-lie in on-chip memory, of which the closed form knows nothing: a model of some 10 MiB may take a fifth of what it says.
+lie in on-chip memory, of which the closed form knows nothing: a model of some 10 MiB may take a sixth of what it says.
 The compiler is asked about what is up to 40 % too large by the closed form, and on TPUs by 128 MiB more.
 
 The models have width 256, 4 layers (8 where they are interleaved), 8 heads and 5,000 tokens; the Llama ones 2 heads of
@@ -122,28 +119,5 @@ keys and values, and a head of their own.
 """
 
 
-def main() -> None:
-    """Compiles what the store lacks, prints the table, and writes it where --output says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases; all by default")
-    parser.add_argument("--store", type=Path, help="JSON file that results are added to")
-    parser.add_argument("--table", action="store_true", help="compile nothing")
-    parser.add_argument("--output", type=Path, help="Markdown file to write")
-    args = parser.parse_args()
-    found = json.loads(args.store.read_text()) if args.store and args.store.exists() else {}
-    for number in () if args.table else args.cases or range(len(CASES)):
-        case = CASES[number]
-        if case.key in found or confirm.compiler_missing(parse_target(case.target)):
-            continue
-        found[case.key] = measure(case)
-        print(number, case.key, found[case.key], flush=True)
-        if args.store:
-            args.store.write_text(json.dumps(found, indent=1) + "\n")
-    text = table(found)
-    print(text)
-    if args.output:
-        args.output.write_text(HEAD + text + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, CASES, measure, table, HEAD)

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -176,17 +177,23 @@ compiler never refuses: *fits* compares its peak with the chip's memory.
 """
 
 
-def main() -> None:
-    """Compiles what the store lacks, prints the table, and writes it where --output says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command(
+    description: str | None,
+    cases: Sequence[Case],
+    measure: Callable[[Case], dict[str, Any]],
+    table: Callable[[dict[str, dict[str, Any]]], str],
+    head: str,
+) -> None:
+    """Compiles the cases that the store lacks, prints the table, and writes it below `head` where --output says."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases; all by default")
     parser.add_argument("--store", type=Path, help="JSON file that results are added to")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     found = json.loads(args.store.read_text()) if args.store and args.store.exists() else {}
-    for number in () if args.table else args.cases or range(len(CASES)):
-        case = CASES[number]
+    for number in () if args.table else args.cases or range(len(cases)):
+        case = cases[number]
         if case.key in found or compiler_missing(parse_target(case.target)):
             continue
         found[case.key] = measure(case)
@@ -196,8 +203,8 @@ def main() -> None:
     text = table(found)
     print(text)
     if args.output:
-        args.output.write_text(HEAD + text + "\n")
+        args.output.write_text(head + text + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, CASES, measure, table, HEAD)

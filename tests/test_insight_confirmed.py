@@ -56,7 +56,7 @@ SMALL_CASES = [
     pytest.param("h100:8", step(GQA, 32, 512, "pp=2,dp=4", remat="full", microbatches=4), marks=needs_gpu, id="gpu"),
     pytest.param("v5e:2x4", step(GQA, 32, 512, "dp=4,tp=2", 3, remat="dots"), marks=needs_tpu, id="on the chip"),
 ]
-"""Where the closed form is furthest off: 17 % too low, and five times too high (docs/planner-edge.md)."""
+"""Where the closed form is far off: 17 % too low, and five times the peak (docs/planner-edge.md)."""
 
 
 def verdicts(target, config):
