@@ -214,7 +214,14 @@ def reductions(arch: Architecture, layout: Any, rates: Rates, n: Number, times: 
 
 
 def launch(rates: Rates, kernels: Number, model: Number, collectives: int) -> Number:
-    """Seconds in which the host launches: `kernels` seconds, and collectives, which wait for the slowest host."""
+    """Seconds in which the host of an eager framework launches; collectives wait for the slowest host.
+
+    Args:
+        rates: of the device and the framework.
+        kernels: seconds that launching the kernels takes.
+        model: devices of the model axis.
+        collectives: over that axis.
+    """
     if not rates.software.eager:
         return 0.0
     meeting = rates.c.rendezvous + rates.c.host_skew * (model - 1)

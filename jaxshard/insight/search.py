@@ -1,6 +1,6 @@
 """All the ways to lay a training step out over a number of devices, each with its predicted time.
 
-Enumeration only: what divides, what is pinned. Memory is looked at by `planner`, fastest layouts first.
+Enumeration only: what divides, what is pinned. Memory is looked at by `ranking`, fastest layouts first.
 """
 
 import math

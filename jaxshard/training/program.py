@@ -249,8 +249,3 @@ def class_bytes(program: Program) -> dict[str, int]:
         "moments": size(state.moments),
         "masters": size(state.masters),
     }
-
-
-def with_mesh(config: Config, mesh: str, **more: Any) -> Config:
-    """The same configuration on another mesh, with other top-level fields replaced."""
-    return replace(config, mesh=mesh, **more)
