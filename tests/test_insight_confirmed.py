@@ -14,9 +14,10 @@ from jaxshard.insight.absent import devices_for
 from jaxshard.insight.compile import DoesNotFit, compile_for
 from jaxshard.insight.confirm import compile_step
 from jaxshard.insight.hardware import parse_target
+from jaxshard.insight.prediction import predict_times
 from jaxshard.insight.present import _candidate
 from jaxshard.insight.roofline import roofline
-from jaxshard.insight.search import pins_of, predict_times
+from jaxshard.insight.search import pins_of
 from jaxshard.insight.timeline import walk
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given

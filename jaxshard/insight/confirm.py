@@ -116,7 +116,7 @@ def _too_large(found: Search, count: int, notes: list[str], on_host: bool) -> It
     if count == 0:
         return
     spare = ON_CHIP if found.target.chip.platform == "tpu" else 0
-    near = found.above(EDGE * found.limit + spare)
+    near = found.above(EDGE * found.allowed + spare)
     if on_host:
         near = [scored for scored in near if 0 < scored.memory.host <= host_limit(found.target)]
     else:

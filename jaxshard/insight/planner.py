@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxshard.config import Config
 from jaxshard.console import Console
+from jaxshard.data.tokenizer import ByteTokenizer
 from jaxshard.errors import InputError
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.calibration import calibrated
@@ -18,17 +19,16 @@ from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.host_memory import fitting_parts, within_host
 from jaxshard.insight.lock import check_writable
 from jaxshard.insight.plan_tables import model_name, show
+from jaxshard.insight.prediction import is_known
 from jaxshard.insight.ranking import PREFERENCE, Scored, Search
 from jaxshard.insight.refusal import refused, searched
-from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, is_known, pins_of
+from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import open_devices
 from jaxshard.training.program import attention_kernel
 
-BYTE_TOKENS = 257
-"""Vocabulary of the default tokenizer (data.tokenizer bytes)."""
 ROWS = 10
 """Plans in the table."""
 
@@ -269,10 +269,11 @@ def _words(options: Mapping[str, str | None]) -> Iterator[str]:
 def _runs(config: Config, arch: Architecture, target: Target) -> None:
     """Refuses what no layout can run: a kernel that the chip does not have, ids that the model does not know."""
     attention_kernel(arch, config, target.chip.platform)
-    if config.data.tokenizer == "bytes" and arch.vocab_size < BYTE_TOKENS:
+    tokens = ByteTokenizer.vocab_size
+    if config.data.tokenizer == "bytes" and arch.vocab_size < tokens:
         raise InputError(
-            f"model.vocab_size is {arch.vocab_size}, but data.tokenizer 'bytes' has {BYTE_TOKENS} tokens: set "
-            f"--model.vocab_size to at least {BYTE_TOKENS}"
+            f"model.vocab_size is {arch.vocab_size}, but data.tokenizer 'bytes' has {tokens} tokens: set "
+            f"--model.vocab_size to at least {tokens}"
         )
 
 

@@ -13,7 +13,8 @@ from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.cost import StepTime
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.memory import Memory, estimate
-from jaxshard.insight.search import Candidate, Pins, apply, candidates, is_known, obstacle, predict_times
+from jaxshard.insight.prediction import is_known, predict_times
+from jaxshard.insight.search import Candidate, Pins, apply, candidates, obstacle
 from jaxshard.insight.state_bytes import elements_per_device, state_bytes, table_of
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.mesh import MeshShape

@@ -1,6 +1,6 @@
-"""All the ways to lay a training step out over a number of devices, each with its predicted time.
+"""All the ways to lay a training step out over a number of devices: what divides, what is pinned.
 
-Enumeration only: what divides, what is pinned. Memory is looked at by `ranking`, fastest layouts first.
+Their times are predicted by `prediction`; `ranking` looks at their memory, fastest layouts first.
 """
 
 import math
@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from jaxshard.config import Config
 from jaxshard.errors import InputError
-from jaxshard.insight.cost import Parallelism, StepTime, stack, step_time
-from jaxshard.insight.efficiency import MATRIX_UNITS, XLA, XLA_UNFUSED, MatrixUnits
 from jaxshard.insight.hardware import GPUS_PER_HOST, Target
-from jaxshard.insight.kernels import Machine, machine
-from jaxshard.insight.links import Fabric, with_measured
 from jaxshard.insight.shardable import unsharded
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.mesh import SHORT, MeshShape, parse_mesh
@@ -41,8 +35,6 @@ SEARCHED = {
 DEPENDENT = {"train.pipeline_gather": "pipeline_gather", "train.offload_mode": "offload_mode"}
 """Option -> field of `TrainConfig` that only some layouts have (`Candidate.has`). It is not searched; pinned it leaves
 the layouts that have it."""
-NOMINAL = Machine(1e12, 50e9, 10e9, MatrixUnits(8, 16, 0.9), Fabric(64, 10e9, 1e9))
-"""Stands in for machines whose figures are not known (a CPU): it ranks layouts, and no seconds are quoted from it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -320,47 +312,3 @@ def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
         if not _shards(arch, config, shape, candidate.zero):
             return unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated)
     return None
-
-
-def machine_of(target: Target) -> Machine:
-    """The target for the time model; `NOMINAL`, but for a measured network, where its figures are not known."""
-    if is_known(target):
-        return machine(target)
-    return NOMINAL if target.measured is None else replace(NOMINAL, net=with_measured(NOMINAL.net, target.measured))
-
-
-def is_known(target: Target) -> bool:
-    """Whether seconds can be predicted: the chip's speed is in the tables."""
-    return target.chip.name in MATRIX_UNITS
-
-
-def predict_times(
-    config: Config, arch: Architecture, target: Target, layouts: Sequence[Candidate]
-) -> tuple[StepTime, np.ndarray]:
-    """The parts of each layout's step time, and their sums in seconds."""
-    train = config.train
-    fused = target.chip.platform == "gpu" and train.precision not in ("fp32", "fp64") and arch.attention != "xla"
-    rows = stack([_parallelism(config, c) for c in layouts])
-    parts = step_time(arch, rows, machine_of(target), config.data.seq_len, XLA if fused else XLA_UNFUSED)
-    return parts, np.broadcast_to(np.asarray(parts.total, float), (len(layouts),))
-
-
-def _parallelism(config: Config, c: Candidate) -> Parallelism:
-    s, train = c.shape, config.train
-    rounds = c.accumulation * (c.microbatches or 1)
-    return Parallelism(
-        replica=s.replica,
-        stage=s.stage,
-        data=s.data,
-        model=s.model,
-        zero=c.zero,
-        sequences=train.global_batch // (s.batch_ways * rounds),
-        microbatches=c.microbatches or 1,
-        accumulation=c.accumulation,
-        schedule=c.schedule or "1f1b",
-        virtual_stages=c.virtual_stages or 1,
-        remat=c.remat if c.remat in ("none", "dots", "full", "offload") else "dots",
-        sequence_parallel=c.sequence_parallel,
-        offload=c.offload != "none",
-        precision="fp32" if train.precision in ("fp32", "fp64") else "bf16",
-    )
