@@ -128,6 +128,15 @@ def test_the_forecast_warns(on):
     assert "--mesh auto" in tight.warning
 
 
+def test_the_forecast_warns_where_faked_devices_need_more_than_the_machine_has(monkeypatch):
+    program = build_program(Config(mesh="dp=4", train=TrainConfig(global_batch=4)), jax.devices()[:4], 257)
+    total = present.forecast(program).total
+    monkeypatch.setattr(present, "machine_bytes", lambda: 4 * total)
+    assert present.forecast(program).warning == ""
+    monkeypatch.setattr(present, "machine_bytes", lambda: 4 * total - 1)
+    assert "predicted on each of 4 devices, and this machine has " in present.forecast(program).warning
+
+
 def test_the_nearest_plan_changes_least():
     own = Candidate(MeshShape(data=8), 0, "none")
     plan = lambda name, **fields: SimpleNamespace(candidate=replace(own, **fields), name=name)
@@ -184,6 +193,7 @@ def test_out_of_memory_names_the_largest_consumers_and_a_plan_that_fits(monkeypa
     )
     assert "The largest consumers of " in err
     assert "activations " in err and "MiB" in err
+    assert "The nearest plan that takes less is " in err  # what fits is not known of a CPU
     command = shlex.split(err.splitlines()[-1])
     assert command[:5] == ["python", "run.py", "train", "--resume", "auto"]
     # The command is understood, goes on with the run in its folder, and takes less memory than what failed.

@@ -24,11 +24,15 @@ FREE = 0.1
 """Share left to the system, the data and the program itself."""
 
 
+def machine_bytes() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def host_limit(target: Target) -> float:
     """Bytes of host memory that one device's share may take; infinite where it is not known."""
     if target.name == "local":
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return (1 - FREE) * whole / max(1, jax.local_device_count())
+        return (1 - FREE) * machine_bytes() / max(1, jax.local_device_count())
     return (1 - FREE) * HOST_BYTES.get(target.chip.name, math.inf)
 
 

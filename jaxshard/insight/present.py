@@ -16,6 +16,7 @@ from jaxshard.config_file import load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.insight.hardware import Target, parse_target
+from jaxshard.insight.host_memory import machine_bytes
 from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.planner import command_line
 from jaxshard.insight.ranking import MARGIN, Scored, Search, search
@@ -135,6 +136,12 @@ def forecast(program: Program) -> Forecast:
             f"the step will probably not fit: {size_text(memory.total)} predicted, {has} on a device; "
             f"--mesh auto takes the best layout that fits{_preallocation(devices[0])}"
         )
+    here = sum(device.process_index == jax.process_index() for device in devices)
+    if not limit and here * memory.total > machine_bytes():  # faked devices: the system ends a process that takes more
+        warning = (
+            f"the step will probably not fit: {size_text(memory.total)} predicted on each of {here} devices, and this "
+            f"machine has {size_text(machine_bytes())} for all of them; choose a smaller model or train.global_batch"
+        )
     return Forecast(memory.total, line, warning)
 
 
@@ -142,17 +149,21 @@ def remedy(program: Program, *, given: Given) -> str:
     """After out-of-memory: the largest consumers, and the plan nearest to the program's layout that takes less."""
     memory, devices = _estimate(program), list(program.layout.mesh.devices.flat)
     consumers = f"The largest consumers of {size_text(memory.total)} predicted on one device: {_largest(memory)}"
-    found, limit = _smaller(program, memory, devices)
+    target = present_target(devices)
+    limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
+    too_much = memory.total > limit  # otherwise it seemed to fit, or nobody knows what would
+    limit = limit if too_much else LESS * memory.total
+    found = search(program.config, program.model.arch, target, Pins({}, {}), limit)
     try:
         plans = fitting(found, Pins({}, {}), limit)
     except InputError as error:
         return f"{consumers}. No layout helps: {error}"
     plan = nearest_plan(plans, _candidate(program.config, program.layout.shape))
-    command = command_line(program.config, plan.candidate, given, present_target(devices).chip.platform)
+    command = command_line(program.config, plan.candidate, given, target.chip.platform)
     goes_on = command.replace("run.py", "run.py train --resume auto", 1)  # the folder holds the run already
     return (
-        f"{consumers}{_preallocation(devices[0])}. The nearest plan that fits is {words(plan.candidate)}, with "
-        f"{size_text(plan.memory.total)} on a device:\n  {goes_on}"
+        f"{consumers}{_preallocation(devices[0])}. The nearest plan that {'fits' if too_much else 'takes less'} is "
+        f"{words(plan.candidate)}, with {size_text(plan.memory.total)} on a device:\n  {goes_on}"
     )
 
 
@@ -163,14 +174,6 @@ def nearest_plan(plans: Sequence[Scored], own: Candidate) -> Scored:
         + sum(getattr(plan.candidate, field) != getattr(own, field) for field in SEARCHED.values())
     )
     return min(plans, key=changed)
-
-
-def _smaller(program: Program, memory: Memory, devices: Sequence[Device]) -> tuple[Search, float]:
-    """Every layout of the devices, and the bytes that it may take."""
-    target = present_target(devices)
-    limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
-    limit = limit if memory.total > limit else LESS * memory.total
-    return search(program.config, program.model.arch, target, Pins({}, {}), limit), limit
 
 
 def _candidate(config: Config, shape: MeshShape) -> Candidate:
