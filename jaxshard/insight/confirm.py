@@ -47,13 +47,13 @@ class Verdict:
     timeline: Timeline | None = None
 
 
-def compile_step(config: Config, target: Target, tokenizer_size: int | None = None, buffers: bool = False) -> Confirmed:
+def compile_step(config: Config, target: Target, vocabulary: int | None = None, buffers: bool = False) -> Confirmed:
     """Compiles the train step of a configuration for a target.
 
     Args:
         config: complete, with its mesh.
         target: present or absent devices.
-        tokenizer_size: vocabulary, where the model leaves it open.
+        vocabulary: of the tokenizer, where the model leaves it open.
         buffers: also read the buffer assignment, as in `compile_for`.
 
     Raises:
@@ -61,7 +61,7 @@ def compile_step(config: Config, target: Target, tokenizer_size: int | None = No
     """
     devices = devices_for(target)
     shape = shape_for(target, config.mesh)
-    program = build_program(config, devices, tokenizer_size, mesh=mesh_for(target, shape))
+    program = build_program(config, devices, vocabulary, mesh=mesh_for(target, shape))
     # Not read from the shardings: those of absent GPUs have no memory kind, as these devices have no memories.
     low = (program.offloaded, False)
     step, batch = program.step, program.abstract_batch()

@@ -76,12 +76,11 @@ def show_program(program: Program, console: Console) -> None:
 
 
 def zero_notes(program: Program) -> list[str]:
-    """What --zero does here that one may not expect: nothing at all, or more traffic because the layers are a pipeline.
+    """What --zero does here that one may not expect; [] where there is no such thing.
 
-    ZeRO-2 and 3 send more over the data axis then; [] where they do not.
-
-    Bytes are those of one device's layers, whole over the data axis: gradients and parameters in the types in which
-    they are reduced and computed with.
+    Without a data axis it does nothing, and with a pipeline ZeRO-2 and 3 send more over the data axis. Bytes are those
+    of one device's layers, whole over the data axis: gradients and parameters in the types in which they are reduced
+    and computed with.
     """
     plan, layout, zero = program.recipe.pipeline, program.layout, program.layout.zero
     if zero and layout.shape.data == 1:
