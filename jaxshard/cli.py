@@ -115,8 +115,8 @@ def understand(argv: list[str]) -> Invocation:
     base = load_config(file) if file else Config()
     folder = Path(first.config.output or base.output or f"runs/{Path(file).stem if file else 'default'}").expanduser()
     needs = command.saved_run(first.options)
-    if needs == "if named":
-        needs = "needed" if first.config.output else "no"
+    if needs in ("if named", "if named and there"):
+        needs = "no" if not first.config.output else "needed" if needs == "if named" else "if there"
     if needs != "no":
         base = _with_saved(base, needs, command, folder, file)
     invocation = _parse(command, argv, base)
@@ -221,12 +221,12 @@ def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, f
     more than name the run. `train --resume --config FILE` keeps to the file: the user states the run in full.
     """
     saved = folder / "config.yaml"
+    if needs == "if there" and not saved.is_file():
+        return base
     if file and command.name != "train" and folder != Path(base.output or f"runs/{Path(file).stem}"):
         raise InputError(f"--output {folder} and --config {file} name two runs; {command.name} takes one of them")
     if not saved.is_file():
-        if needs == "needed":
-            raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
-        return base
+        raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
     return base if file and command.name == "train" else load_config(saved)
 
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from jaxshard.errors import InputError
 
-SavedRun = Literal["no", "if there", "if named", "needed"]
-"""Whether a command starts from <output>/config.yaml of an earlier run; "if named": needed when --output is given."""
+SavedRun = Literal["no", "if there", "if named and there", "if named", "needed"]
+"""Whether a command starts from <output>/config.yaml of an earlier run. "if named": needed when --output is given; "if
+named and there": read when --output is given and names a run."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ COMMANDS = (
         "Compile the train step, for absent hardware too, and say why every collective is there.",
         "jaxshard.insight.explain:run",
         ExplainOptions(),
+        lambda options: "if named and there",
         wants_given=True,
         reads=(*_DEVICES, *_STEP),
     ),

@@ -10,6 +10,8 @@ import rich.console
 from ledger_layouts import config, ledger, program_for
 
 from jaxshard import cli
+from jaxshard.config import Config
+from jaxshard.config_file import config_to_yaml
 from jaxshard.console import Console
 from jaxshard.insight import explain
 from jaxshard.insight.check import Difference
@@ -153,6 +155,25 @@ def test_a_report_goes_into_the_folder_that_is_named_and_no_other(command, capsy
     assert not Path("runs/default/report.html").exists()
     assert command("explain --output mine") == 0
     assert Path("mine/report.html").exists()
+
+
+def test_the_run_that_is_named_is_explained(tmp_path, monkeypatch, capsys):
+    """Its own configuration, options over it, as check does; without --output, or without a run there, the defaults."""
+    monkeypatch.chdir(tmp_path)
+    run_config = Config(mesh="dp=2", zero=3, output="first")
+    for folder in ("first", "runs/default", "empty"):
+        Path(folder).mkdir(parents=True)
+    for folder in ("first", "runs/default"):
+        Path(folder, "config.yaml").write_text(config_to_yaml(run_config))
+    understood = lambda line: cli.understand(line.split()).config
+    for line, zero in (("explain --output first", 3), ("explain --output first --zero 2", 2)):
+        assert (understood(line).mesh, understood(line).zero) == ("dp=2", zero)
+    for line in ("explain", "explain --output empty"):
+        assert understood(line).zero == Config().zero
+    Path("other.yaml").write_text(config_to_yaml(Config()))
+    assert cli.run(["explain", "--config", "other.yaml", "--output", "first"]) == 2
+    assert "name two runs; explain takes one of them" in capsys.readouterr().err
+    assert understood("explain --config other.yaml --output empty").output == "empty"
 
 
 def test_long_lists_of_weights_are_cut_in_a_pipe(command, small, capsys):
