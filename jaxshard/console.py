@@ -48,6 +48,13 @@ class Console:
         # A model's output may hold any character: on a terminal none of them may move the cursor.
         self._print(Text(text.translate(_CONTROLS), style=style) if self.interactive else text)
 
+    def command(self, text: str) -> None:
+        """Prints a line to be copied: on a narrow terminal it goes on, without a break that would be copied too."""
+        if self.interactive and not self._muted:
+            self._rich.print(Text(text.translate(_CONTROLS)), soft_wrap=True)
+        else:
+            self._print(text)
+
     @property
     def width(self) -> int:
         """Columns of the terminal; 80 in a pipe."""
@@ -68,6 +75,12 @@ class Console:
             self._print(Text.assemble(("warning: ", "bold yellow"), text))
         elif not self._muted:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def has_room(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> bool:
+        """Whether `table` would break no cell of these: in a pipe it breaks none."""
+        lines = [columns, *([_cell(value) for value in row] for row in rows)]
+        needed = sum(max(len(line[index]) for line in lines) + 3 for index in range(len(columns))) + 1
+        return not self.interactive or needed <= self.width
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Prints a table; columns that hold nothing but numbers and their units are set flush right."""

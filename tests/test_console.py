@@ -42,6 +42,22 @@ def test_a_table_on_a_terminal_is_framed(terminal):
     assert "╭" in text and "a/[b]" in text and "12,345" in text and "\x1b[" in text
 
 
+def test_a_command_is_copied_as_one_line(pipe, terminal):
+    command = "python run.py " + "--an.option value " * 20
+    for stream in (pipe, terminal):
+        Console(stream).command(command)
+        assert command in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns, fits", [("23", True), ("22", False)])
+def test_a_table_has_room_or_breaks_cells(columns, fits, terminal, pipe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    heads, row = ["path", "n"], ["ab cd efgh", 12_345]
+    assert Console(terminal).has_room(heads, [row]) == fits and Console(pipe).has_room(heads, [row])
+    Console(terminal).table("", heads, [row])
+    assert ("ab cd efgh" in terminal.getvalue() and "12,345" in terminal.getvalue()) == fits
+
+
 def test_a_row_too_short_is_a_mistake_of_the_programmer(pipe):
     with pytest.raises(AssertionError, match="every row needs 2 cells"):
         Console(pipe).table("T", ["a", "b"], [[1]])
@@ -106,6 +122,7 @@ def test_a_muted_console_says_nothing(pipe, terminal, capsys):
         console = Console(stream)
         console.mute()
         console.line("x")
+        console.command("x")
         console.warn("x")
         console.heading("x")
         console.table("T", ["a"], [[1]])

@@ -320,6 +320,19 @@ def test_best_prints_the_command_alone(capsys):
     assert out.startswith("python run.py --model.preset llama3-8b")
 
 
+def test_on_a_narrow_terminal_figures_are_whole_and_the_command_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal's
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8", "--confirm", "0")
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in out.splitlines()]
+    command = next(line for line in lines if line.startswith("python run.py"))
+    assert "--mesh" in command and len(command) > 80
+    table = "\n".join(line for line in lines if line.startswith("│"))
+    assert re.search(r"│ +1 │ \S+=\S+ .*│ total \d+\.\d\d GiB +│ s/step \d+\.\d\d +│", table)
+    for words in ("zero ", "remat ", "state ", "gradients ", "activations ", "buffers ", "tokens/s ", "MFU "):
+        assert table.count(words) == 10, words
+
+
 def test_the_table_says_why_and_how_to_confirm(capsys):
     code, out, _ = plan(capsys, *LLAMA, "--target", "h100:8")
     assert code == 0

@@ -13,7 +13,7 @@ import pytest
 from jaxshard import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import confirm, planner, ranking
+from jaxshard.insight import confirm, plan_tables, planner, ranking
 from jaxshard.insight.compile import DoesNotFit
 from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.search import Pins
@@ -55,6 +55,16 @@ def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
         **{"seconds": 1.0, "parts": {"matmuls": 1.0}, "hidden": {}, "again": 0.0},
     }
     assert [plan.as_json()["compiled_time"] for plan in plans[2:4]] == [None, None]
+
+
+def test_speeds_in_the_table_are_of_the_compiled_schedule_where_there_is_one(monkeypatch):
+    plans, _ = confirmed(monkeypatch, lambda config, target: _Peak(50 * GIB))
+    found = search(settings("llama3-8b", 64, 8192), "h100:8")
+    cells = [dict(zip(plan_tables.COLUMNS, row, strict=True)) for row in plan_tables.rows(found, plans)]
+    assert [row["tokens/s"] for row in cells[:2]] == [f"{64 * 8192:,}"] * 2  # in the one second of `Timeline` above
+    assert plans[0].mfu and plans[0].seconds
+    assert cells[0]["MFU"] == f"{100 * plans[0].mfu * plans[0].seconds:.0f} %"
+    assert plans[2].seconds and cells[2]["tokens/s"] == f"{64 * 8192 / plans[2].seconds:,.0f}"
 
 
 def test_compiled_plans_stand_in_the_order_of_their_schedules(monkeypatch):

@@ -57,6 +57,9 @@ def situation(search: Search, plan: Scored) -> Iterator[str]:
             "only tensor parallelism and ZeRO can."
         )
     of = f" of {gib(limit)}" if limit < float("inf") else ""
+    usable = target.chip.usable_bytes
+    if search.memory_limit is None and usable:
+        of += f" (of {gib(usable)}; the rest is left for the error of estimates)"
     yield f"At the peak a device holds {gib(plan.memory.total)}{of}: {_largest(plan)}."
     if plan.memory.host:
         host = host_limit(target)
@@ -128,7 +131,7 @@ def time_of(search: Search, plan: Scored) -> Iterator[str]:
     if used is not None:
         seq_len = search.config.data.seq_len
         full = used * flops_per_token(search.arch, seq_len, causal=False) / flops_per_token(search.arch, seq_len)
-        yield f"MFU {100 * used:.0f} % counting causal attention, {100 * full:.0f} % counting all of it."
+        yield f"From shapes: MFU {100 * used:.0f} % counting causal attention, {100 * full:.0f} % counting all of it."
 
 
 def neighbours(search: Search, plan: Scored) -> Iterator[str]:

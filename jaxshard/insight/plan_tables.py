@@ -33,13 +33,14 @@ def title(found: Search) -> str:
 
 
 def rows(found: Search, plans: "list[Plan]") -> list[tuple[object, ...]]:
-    """A row of `COLUMNS` for each plan."""
+    """A row of `COLUMNS` for each plan; tokens/s and MFU are of the compiled schedule where there is one."""
     tokens = found.config.train.global_batch * found.config.data.seq_len
     return [(number, *_row(plan, tokens)) for number, plan in enumerate(plans, 1)]
 
 
 def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
     c, memory = plan.scored.candidate, plan.scored.memory
+    seconds = plan.timeline.seconds if plan.timeline else plan.seconds
     chunks = f" x{c.virtual_stages}" if c.virtual_stages else ""
     return (
         str(c.shape) + (" sp" if c.sequence_parallel else ""),
@@ -56,9 +57,18 @@ def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
         gib(plan.compiled_peak) if plan.compiled_peak else "-",
         _seconds(plan.seconds) if plan.seconds else "-",
         _seconds(plan.timeline.seconds) if plan.timeline else "-",
-        f"{tokens / plan.seconds:,.0f}" if plan.seconds else "-",
-        f"{100 * plan.mfu:.0f} %" if plan.mfu else "-",
+        f"{tokens / seconds:,.0f}" if seconds else "-",
+        f"{100 * plan.mfu * plan.seconds / seconds:.0f} %" if plan.mfu and plan.seconds and seconds else "-",
     )
+
+
+def _stacked(row: tuple[object, ...]) -> tuple[object, ...]:
+    """A row for a narrow terminal: its figures below each other, with their names."""
+    named = dict(zip(COLUMNS, map(str, row), strict=True))
+    lines = lambda *names: "\n".join(f"{name} {named[name]}" for name in names if named[name] != "-")
+    layout = "\n".join((named["mesh"], lines("zero", "remat", "acc", "microbatches", "offload")))
+    memory = lines("total", "compiled", "state", "gradients", "activations", "buffers")
+    return named[""], layout, memory, lines("s/step", "compiled s", "tokens/s", "MFU")
 
 
 def _seconds(seconds: float) -> str:
@@ -86,7 +96,10 @@ def time_lines(plans: "list[Plan]") -> list[str]:
 
 def show(console: Console, found: Search, plans: "list[Plan]", notes: list[str]) -> None:
     """Prints the table, the reasons of the first plan, notes, and its command."""
-    console.table(title(found), COLUMNS, rows(found, plans))
+    columns, cells = COLUMNS, rows(found, plans)
+    if not console.has_room(columns, cells):
+        columns, cells = ("", "layout", "memory", "time"), [_stacked(row) for row in cells]
+    console.table(title(found), columns, cells)
     console.heading("Why the first")
     for reason in plans[0].reasons:
         console.line(f"- {reason}")
@@ -98,4 +111,4 @@ def show(console: Console, found: Search, plans: "list[Plan]", notes: list[str])
     for note in notes:
         console.line(note)
     console.heading("Run it")
-    console.line(plans[0].command)
+    console.command(plans[0].command)

@@ -94,10 +94,17 @@ def run(
     check_options(hardware, memory_limit, fewest, report)
     config, notes = _with_precision(config, hardware, given)
     arch = architecture(config.model, tokenizer_size(config), config.data.seq_len)
+    if config.data.seq_len == Config().data.seq_len < arch.max_seq_len and "data.seq_len" not in given.options:
+        notes.append(
+            f"Sequences of {config.data.seq_len} tokens, the default; the model takes up to "
+            f"{arch.max_seq_len:,}: --data.seq_len."
+        )
     _runs(config, arch, hardware)
+    if confirm and not best and not compiler_missing(hardware):
+        console.line(f"asking the compiler for {hardware.name} about the best {confirm}, one after the other ...")
     found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm)
     if best:
-        console.line(plans[0].command)
+        console.command(plans[0].command)
     else:
         show(console, found, plans, notes + more)
     if report is not None:

@@ -134,6 +134,7 @@ def _forecast(program: Program, foresight: Foresight, console: Console) -> Forec
 def _compile(program: Program, forecast: Forecast, console: Console) -> jax.stages.Compiled:
     """Compiles the step once; the loop calls the result, so nothing can compile it again."""
     began = time.monotonic()
+    console.line("compiling the step ...")
     compiled = program.step.lower(program.abstract, program.abstract_batch()).compile()
     said = f"{memory_line(compiled)}; predicted {size_text(forecast.total)}"
     console.line(f"{said}; in {time.monotonic() - began:.1f} s")
@@ -253,7 +254,7 @@ def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopR
             if step >= parts.end
             else f"Go on with: python run.py train --resume --output {folder}"
         )
-        console.line(f"stopped by {request.name} after step {step}; saved. {rest}")
+        console.command(f"stopped by {request.name} after step {step}; saved. {rest}")
         return {"exit_code": STOPPED_BY_SIGNAL, "step": step, "output": str(folder)}
     summary: dict[str, Any] = {"step": step, "output": str(folder)}
     if parts.evaluator.possible:
