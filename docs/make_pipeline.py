@@ -60,7 +60,7 @@ def main() -> None:
     page = FOLDER / "pipeline.md"
     page.write_text(render(page.read_text()))
     for name, sizes in PICTURES.items():
-        draw_png(make(*sizes), FOLDER / f"pipeline_{name}.png")
+        draw_png(make(*sizes), FOLDER / f"pipeline_{name}.png", dots=90)
 
 
 if __name__ == "__main__":

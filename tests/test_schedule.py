@@ -150,9 +150,11 @@ def test_the_drawing_shows_units_bubbles_and_colours():
     assert not styles & {(".", "white on blue"), (".", "black on green"), ("1", "red")}
 
 
-def test_the_picture_is_a_png(tmp_path):
+def test_the_picture_is_a_png_for_print(tmp_path):
     draw_png(make("interleaved", 2, 4, 2), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    content = (tmp_path / "a.png").read_bytes()
+    width = int.from_bytes(content[16:20], "big")  # first field of the header's chunk
+    assert content.startswith(b"\x89PNG") and width == 300 * 11
 
 
 def test_the_docs_show_the_numbers_of_the_tables():

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 STYLES = {"F": "white on blue", "B": "black on green", "loss": "black on yellow", "bubble": "red", "": "dim"}
 SHADES = {"fwd": ((0.62, 0.77, 0.93), (0.16, 0.38, 0.66)), "bwd": ((0.66, 0.86, 0.60), (0.16, 0.50, 0.22))}
 BUBBLE = "#f0f0f0"
+SMALLEST = 3
+"""Points of a label that can still be read in print; cells too narrow for it go without."""
 
 
 def describe(schedule: Schedule, forward: float = 1.0, backward: float = 3.0) -> str:
@@ -86,8 +88,10 @@ def draw_text(schedule: Schedule, width: int = 80) -> Text:
     return text
 
 
-def draw_png(schedule: Schedule, path: str | Path, forward: float = 1.0, backward: float = 3.0) -> None:
-    """Writes the picture to `path`: time across in forwards of one microbatch through one whole stage."""
+def draw_png(
+    schedule: Schedule, path: str | Path, forward: float = 1.0, backward: float = 3.0, dots: int = 300
+) -> None:
+    """Writes the picture to `path`, `dots` to an inch: time across in forwards of one microbatch through a stage."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -108,7 +112,7 @@ def draw_png(schedule: Schedule, path: str | Path, forward: float = 1.0, backwar
     ]
     patches.append(Patch(facecolor=BUBBLE, hatch="////", edgecolor="#c8c8c8", label="bubble"))
     figure.legend(handles=patches, loc="outside lower right", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=dots)
 
 
 def shade(way: str, chunk: int, chunks: int) -> tuple[float, float, float]:
@@ -128,8 +132,7 @@ def _bars(axes: "Axes", schedule: Schedule, forward: float, backward: float) -> 
         if schedule.bwd_live[tick].any():
             halves.append(("bwd", tick, backward))
     edges = [0.0, *np.cumsum([width for *_, width in halves]).tolist()]
-    longest = max(len(_label(schedule, way, tick, s)) for way, tick, _ in halves for s in range(schedule.stages))
-    needed = 0.06 * longest * edges[-1] / 9.8  # width of the longest label: 0.06 inches a character on a 9.8 inch axis
+    inches = 9.8 / edges[-1]  # of a unit of time
     for s in range(schedule.stages):
         busy, colours, bubbles = [], [], []
         for (way, tick, width), (left, right) in zip(halves, pairwise(edges), strict=True):
@@ -140,9 +143,12 @@ def _bars(axes: "Axes", schedule: Schedule, forward: float, backward: float) -> 
             chunk = int(getattr(schedule, f"{way}_chunk")[tick, s])
             busy.append((left, width))
             colours.append(shade(way, chunk, schedule.chunks))
-            if width >= needed:
+            turned = 0.06 * len(label) > width * inches  # 0.06 inches a character of 6 points
+            points = min(6, 72 * width * inches) if turned else 6
+            if points >= SMALLEST:
                 colour = "white" if 2 * chunk > schedule.chunks - 1 else "black"
-                axes.text((left + right) / 2, s, label, ha="center", va="center", fontsize=6, color=colour)
+                place = {"ha": "center", "va": "center", "rotation": 90 if turned else 0}
+                axes.text((left + right) / 2, s, label, fontsize=points, color=colour, **place)
         axes.broken_barh(busy, (s - 0.42, 0.84), facecolors=colours, edgecolor="white", linewidth=0.5)
         if bubbles:
             axes.broken_barh(
