@@ -16,6 +16,8 @@ from jaxshard.console import Console
 from jaxshard.insight import explain
 from jaxshard.insight.check import Difference
 
+LAYOUT = ["--mesh", "dp=4,tp=2", "--zero", "1"]
+
 
 @pytest.fixture(scope="module")
 def small():
@@ -24,14 +26,17 @@ def small():
 
 @pytest.fixture
 def command(small, monkeypatch, tmp_path):
-    """Runs a command line on the small explanation, without compiling it again; returns the exit code."""
+    """Runs a command line on the small explanation, without compiling it again; returns the exit code.
+
+    The layout that the line names, by default the small one's, matters to locks only.
+    """
     monkeypatch.chdir(tmp_path)
     found = [small]
     monkeypatch.setattr(explain, "explain_config", lambda *_: found[0])
 
     def run(line: str, explanation=None) -> int:
         found[0] = explanation or small
-        return cli.run(line.split())
+        return cli.run([*line.split(), *([] if "--mesh" in line or "--compare" in line else LAYOUT)])
 
     return run
 
@@ -74,12 +79,18 @@ def test_the_peak_is_locked_and_new_axes_are_seen(command, small, capsys):
     assert "bytes over replica" in capsys.readouterr().out
 
 
-def test_a_lock_of_something_else_is_refused(command, small, capsys):
+def test_a_lock_of_something_else_is_refused_before_compiling(command, monkeypatch, capsys):
     command("explain --lock a.json")
+    monkeypatch.setattr(explain, "explain_config", lambda *_: pytest.fail("compiled"))
     capsys.readouterr()
-    assert command("explain --lock a.json", replace(small, mesh="dp=8")) == 2
-    error = capsys.readouterr().err
-    assert "is of mesh 'dp=4,tp=2', and this is 'dp=8'" in error and "keep a file for each" in error
+    for line, was, now in (
+        ("--mesh dp=8 --zero 1", "mesh 'dp=4,tp=2'", "'dp=8'"),
+        ("--mesh dp=4,tp=2", "zero 1", "0"),
+        ("--mesh dp=4,tp=2 --zero 1 --target h100:8", "target 'cpu:8'", "'h100:8'"),
+    ):
+        assert command(f"explain --lock a.json {line}") == 2
+        error = capsys.readouterr().err
+        assert f"is of {was}, and this is {now}: keep a file for each" in error
     assert command("explain --lock nowhere/a.json") == 2
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
+from jaxshard.insight.absent import shape_for
 from jaxshard.insight.check import Check, check
 from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
 from jaxshard.insight.confirm import compile_step, tokenizer_size
@@ -19,14 +20,14 @@ from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import Target, chip_of, parse_target
 from jaxshard.insight.ledger import Row, bytes_by_axis, rows
-from jaxshard.insight.lock import check_writable, differences, hold, read_lock
+from jaxshard.insight.lock import check_same, check_writable, differences, hold, read_lock
 from jaxshard.insight.loops import Scope
 from jaxshard.insight.schedule_view import show_schedule
 from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
 from jaxshard.insight.tables import show, show_differences
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import open_devices
-from jaxshard.parallel.rules import Replicated
+from jaxshard.parallel.rules import Replicated, zero_stage
 from jaxshard.training.program import Program
 
 _PACKAGES = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
@@ -227,6 +228,13 @@ def _hardware(config: Config, target: str) -> Target:
     return parse_target(f"cpu:{len(devices)}" if devices[0].platform == "cpu" else "local")
 
 
+def _about(config: Config, target: str) -> dict[str, Any]:
+    """Target, mesh and ZeRO stage as the explanation will name them."""
+    hardware = _hardware(config, target)
+    shape = shape_for(hardware, config.mesh)
+    return {"target": hardware.name, "mesh": str(shape), "zero": zero_stage(config, shape)}
+
+
 def _fits(result: Compiled | DoesNotFit) -> Compiled:
     if isinstance(result, DoesNotFit):
         needs = f"{result.needs:,} bytes" if result.needs else "more memory than there is"
@@ -312,6 +320,8 @@ def run(
         changes = [{"name": name, "first": a, "second": b} for name, a, b in changed.all]
         return {"compared": list(compare), "changes": changes}
     kept = read_lock(lock) if lock else None
+    if lock and kept is not None:
+        check_same(lock, kept, _about(config, target))  # before minutes of compiling
     found = explain_config(config, target, threshold)
     show(found, console)
     result = found.to_dict()

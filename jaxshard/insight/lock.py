@@ -49,7 +49,7 @@ def hold(
     Returns a sentence, and what exceeds the lock.
 
     Raises:
-        InputError: the file cannot be written, or is one of another target, mesh or ZeRO stage.
+        InputError: the file cannot be written.
     """
     if lock is None:
         try:
@@ -57,12 +57,16 @@ def hold(
         except OSError as error:
             raise InputError(f"--lock {file}: cannot be written ({error.strerror}); name a file in a folder") from None
         return f"locked in {file}", []
-    for name in ("target", "mesh", "zero"):
-        if lock.get(name) != result[name]:
-            raise InputError(
-                f"--lock {file} is of {name} {lock.get(name)!r}, and this is {result[name]!r}: keep a file for each"
-            )
     return f"held against {file}", exceeded(result, lock, tolerance)
+
+
+def check_same(file: str, lock: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Checks that a lock is of this target, mesh and ZeRO stage. Raises InputError when it is of another."""
+    for name in ("target", "mesh", "zero"):
+        if lock.get(name) != about[name]:
+            raise InputError(
+                f"--lock {file} is of {name} {lock.get(name)!r}, and this is {about[name]!r}: keep a file for each"
+            )
 
 
 def read_lock(file: str) -> dict[str, Any] | None:
