@@ -89,6 +89,8 @@ def test_a_checkpoint_is_shown_without_a_device(folder):
     assert done.returncode == 0, done.stderr
     for text in ("step 8 of 10", "others: 3", "fp32 masters", "masters.blocks.mlp.up", "layers, embed, mlp", "--json"):
         assert text in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["model.d_model", "32"] in rows and sum(row[:1] == ["model"] for row in rows) == 1 and "{" not in done.stdout
     started = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"], env=NO_BACKEND, capture_output=True, timeout=600
     )
