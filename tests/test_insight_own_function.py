@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxshard
 from jaxshard.errors import InputError
+from jaxshard.insight import absent
 from jaxshard.insight.absent import devices_for
 from jaxshard.insight.confirm import compiler_missing
 from jaxshard.insight.hardware import parse_target
@@ -84,6 +85,20 @@ def test_a_function_that_sends_nothing_says_so(capsys, tmp_path):
     assert "no collectives: nothing travels between devices" in capsys.readouterr().out
     found.report(tmp_path / "page.html")
     assert "<p>Nothing.</p>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_compiler_that_jax_dropped_when_it_started_says_when_to_ask(monkeypatch):
+    def dropped(_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(absent, "_gpu_devices", dropped)
+    monkeypatch.setattr(absent, "_installed", lambda *_: True)
+    jax.devices()
+    with pytest.raises(InputError, match=r"call devices_for before jax.devices\(\)"):
+        devices_for(parse_target("h200:24"))  # asked for in no other test: what was found is kept
+    monkeypatch.setattr(absent.xla_bridge, "backends_are_initialized", lambda: False)
+    with pytest.raises(InputError, match="its compiler does not start: topology not implemented"):
+        devices_for(parse_target("h200:24"))
 
 
 def test_without_a_mesh_it_says_what_to_give():

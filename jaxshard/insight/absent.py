@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -125,6 +126,7 @@ def mesh_for(target: Target, shape: MeshShape) -> Mesh:
 
 @lru_cache(maxsize=64)
 def _absent_devices(target: Target) -> tuple[Any, ...]:
+    late = xla_bridge.backends_are_initialized()
     # A GPU or TPU plugin must not be started for devices that are not there.
     jax.config.update("jax_platforms", "cpu")
     tpu = target.chip.platform == "tpu"
@@ -143,6 +145,12 @@ def _absent_devices(target: Target) -> tuple[Any, ...]:
     # jax's own errors: NotImplementedError where a plugin describes no topologies, the others from the compiler.
     except (RuntimeError, NotImplementedError, ValueError) as error:
         first = str(error).splitlines()[0]
+        if late and isinstance(error, NotImplementedError):
+            # When jax starts without JAX_PLATFORMS=cpu it drops a plugin that finds no device, and its compiler too.
+            raise InputError(
+                f"target {target.name}: {first}. jax has already started, and it drops compilers whose devices it does "
+                "not find: call devices_for before jax.devices() and before the first array, or set JAX_PLATFORMS=cpu"
+            ) from error
         raise InputError(f"target {target.name}: its compiler does not start: {first} ({said.last_line()})") from error
 
 
