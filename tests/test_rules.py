@@ -1,10 +1,14 @@
 """The tables: which dim of which weight lies on which mesh axis, and what stays whole."""
 
+import io
+
 import jax
 import pytest
+import rich.console
 from jax.sharding import PartitionSpec as P
 
 from jaxshard.config import Config, ModelConfig, TrainConfig
+from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.rules import (
@@ -16,6 +20,7 @@ from jaxshard.parallel.rules import (
     replicated,
     weight_specs,
 )
+from jaxshard.training.describe import show_program
 from jaxshard.training.program import build_program
 
 QUERY = (12, 64, 8, 16), ("layers", "embed", "heads", "head_dim")
@@ -88,3 +93,18 @@ def test_weights_that_may_stay_whole_are_checked_by_name():
     train = TrainConfig(global_batch=2, allow_replicated=("blocks.mlp.upp",))
     with pytest.raises(InputError, match=r"mlp.upp', but the model has no such weight \(did you mean 'blocks.mlp.up'"):
         build_program(Config(mesh="dp=2", model=ModelConfig(vocab_size=16), train=train), jax.devices()[:2])
+
+
+def test_a_narrow_terminal_shows_the_weights_without_breaking_words():
+    config = Config(mesh="pp=2,dp=2,tp=2", zero=1, model=ModelConfig(family="llama", d_model=64, n_layers=2, n_heads=4))
+    program = build_program(config, jax.devices()[:8], tokenizer_size=257)
+    said = {}
+    for width in (80, 140):
+        console = Console(file := io.StringIO())
+        console._rich = rich.console.Console(file=file, force_terminal=True, color_system=None, width=width)
+        show_program(program, console)
+        said[width] = file.getvalue()
+        assert max(map(len, said[width].splitlines())) <= width
+        for word in ("blocks.attention.query", "layers on pp, heads on tp", "2 x 64 x 4 x 16", "1 x 64 x 2 x 16"):
+            assert word in said[width], (width, word)
+    assert "state: layers on pp, embed on dp, heads on tp" in said[80] and "state: " not in said[140]

@@ -38,27 +38,8 @@ def show_program(program: Program, console: Console) -> None:
         ("axis", "option", "size", "what it does"),
         [(axis, SHORT[axis], getattr(layout.shape, axis), _MEANING[axis]) for axis in AXES],
     )
-    rows = []
-    is_row = lambda x: hasattr(x, "axes")
-    weights = jax.tree_util.tree_leaves_with_path(model.weights, is_leaf=is_row)
-    specs = jax.tree.leaves(layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
-    for (path, row), spec in zip(weights, specs, strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        local = local_shape(row.shape, spec.parameters, layout.shape)
-        rows.append(
-            (
-                name,
-                _dims(row.shape),
-                _placed(row.axes, spec.parameters),
-                _dims(local),
-                _placed(row.axes, spec.optimizer),
-            )
-        )
-    console.table(
-        f"Weights: {model.arch.parameters:,} parameters, ZeRO-{program.config.zero}",
-        ("weight", "shape", "split", "on one device", "optimizer state split"),
-        rows,
-    )
+    title = f"Weights: {model.arch.parameters:,} parameters, ZeRO-{program.config.zero}"
+    console.table(title, *_weights(program, console))
     sizes = class_bytes(program)
     console.line(f"Types: {layout.policy.describe()}")
     low = {"moments", "masters"} if program.config.train.offload == "optimizer" else set()
@@ -73,6 +54,23 @@ def show_program(program: Program, console: Console) -> None:
         console.line(line)
     for line in warnings:
         console.warn(line)
+
+
+def _weights(program: Program, console: Console) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells of the weights; stacked in two columns where words would be broken to pieces."""
+    layout, rows = program.layout, []
+    weights = jax.tree_util.tree_leaves_with_path(program.model.weights, is_leaf=lambda x: hasattr(x, "axes"))
+    specs = jax.tree.leaves(layout.specs, is_leaf=lambda x: hasattr(x, "optimizer"))
+    for (path, row), spec in zip(weights, specs, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        local = local_shape(row.shape, spec.parameters, layout.shape)
+        split, state = (_placed(row.axes, each) for each in (spec.parameters, spec.optimizer))
+        rows.append((name, _dims(row.shape), split, _dims(local), state))
+    columns = ("weight", "shape", "split", "on one device", "optimizer state split")
+    if console.has_room(columns, rows):
+        return columns, rows
+    stacked = [(f"{name}\n{shape}", f"{split}: {local}\nstate: {state}") for name, shape, split, local, state in rows]
+    return ("weight, shape", "split: on one device, state: of the optimizer"), stacked
 
 
 def zero_notes(program: Program) -> list[str]:
