@@ -158,7 +158,8 @@ with stop_on_signal():
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "interrupted\n")
+    said = "interrupted: nothing was saved after the last complete checkpoint\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
 # The folder.

@@ -63,7 +63,7 @@ def _watch(signals: socket.socket) -> None:
     while (number := signals.recv(1)) != _END:
         if asked and number[0] == signal.SIGINT:
             # Unwinding would wait for, or crash in, threads of compilers and writers. A checkpoint is whole or not
-            # there at all, so nothing is lost by leaving at once.
-            os.write(2, b"interrupted\n")
+            # there at all, so that leaving at once damages none.
+            os.write(2, b"interrupted: nothing was saved after the last complete checkpoint\n")
             os._exit(1)
         asked = asked or number[0] in _STOPS
