@@ -157,6 +157,11 @@ class OptimConfig:
         _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
         _require(_positive(self.eps), "optim.eps", self.eps, "positive")
         _require(_not_negative(self.clip), "optim.clip", self.clip, "0 (off) or positive")
+        unread = {"lion": ("eps",), "sgd": ("beta2", "eps"), "adafactor": ("beta1", "eps")}.get(self.name, ())
+        for name in unread:
+            value = getattr(self, name)
+            if value != getattr(OptimConfig, name):
+                raise InputError(f"optim.{name} = {value} changes nothing: {self.name} does not have it; leave it out")
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def test_model_and_loss_equal_the_papers_formulas(name, packed):
         dict(rope_low_freq_factor=1.1),
         dict(rope_high_freq_factor=3.9),
         dict(rope_original_max=41),
-        dict(rope_scaling="none"),
+        dict(rope_scaling="linear"),
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -312,6 +312,8 @@ def test_initial_values_have_the_declared_spread():
         (dict(d_model=6, n_heads=2, vocab_size=9), None, "model.n_layers is missing"),
         (dict(d_model=6, n_layers=1, vocab_size=9), None, "model.n_heads is missing"),
         (dict(d_model=8, n_layers=1, n_heads=2), None, "model.vocab_size is missing"),
+        (dict(preset="toy-gpt2-1m", rope_theta=5.0), None, "model.rope_theta = 5.0 changes nothing: gpt2 has learned"),
+        (dict(rope_factor=4.0), None, "model.rope_factor = 4.0 changes nothing: model.rope_scaling is none"),
         (dict(preset="toy-10m"), 512, "data.seq_len = 512 is longer than the model's max_seq_len = 256"),
     ],
 )
@@ -328,6 +330,7 @@ def test_a_wrong_model_is_refused_with_the_fix(model, seq_len, message):
         (dict(preset="llama3-8b", n_layers=2), None, dict(n_layers=2, n_kv_heads=8, d_ff=14336)),
         (dict(preset="llama3-8b", n_heads=16), None, dict(n_kv_heads=16, head_dim=256)),
         (dict(preset="llama3.2-3b", n_layers=1), None, dict(head_dim=128)),
+        (dict(preset="llama3.2-3b", rope_scaling="none"), None, dict(rope_factor=1.0, rope_theta=500000.0)),
         (dict(preset="gpt2-124m", d_model=96), None, dict(head_dim=8, d_ff=384)),
         (
             dict(d_model=48, n_layers=1, n_heads=6),

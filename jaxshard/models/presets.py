@@ -124,8 +124,27 @@ def architecture(model: ModelConfig, tokenizer_size: int | None = None, seq_len:
             raise InputError("model.vocab_size is missing: give it, or start from a preset (--model.preset)")
         given.setdefault("vocab_size", tokenizer_size)
         given.setdefault("max_seq_len", max(seq_len or 0, 1024))
-    values = (PRESETS[preset] if preset else {}) | given
-    return _complete(values, set(given), seq_len)
+    base = _without_unread(PRESETS[preset] if preset else {}, given)
+    return _complete(base | given, set(given), seq_len)
+
+
+_SCALED = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max")
+"""Fields that only a rope_scaling reads."""
+
+
+def _without_unread(base: dict, given: dict) -> dict:
+    """A preset without the fields of rotary positions that nothing reads; refuses those that are given."""
+    values = base | given
+    if values["family"] == "gpt2":
+        unread, why = ("rope_theta", "rope_scaling", *_SCALED), "gpt2 has learned positions"
+    elif values.get("rope_scaling", "none") == "none":
+        unread, why = _SCALED, "model.rope_scaling is none"
+    else:
+        return base
+    for name in unread:
+        if given.get(name, default := getattr(Architecture, name)) != default:
+            raise InputError(f"model.{name} = {given[name]} changes nothing: {why}; leave it out")
+    return {name: value for name, value in base.items() if name not in unread}
 
 
 def _complete(values: dict, given: set[str], seq_len: int | None) -> Architecture:
