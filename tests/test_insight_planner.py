@@ -415,6 +415,8 @@ def test_the_vocabulary_is_the_tokenizers_as_for_training(tmp_path, capsys):
     result = lambda *more: json.loads(plan(capsys, *arguments, *more)[1])["plans"][0]["memory"]["parameters"]
     rows = padded_vocab(701, 1) - padded_vocab(257, 1)  # of embedding and head, in bf16
     assert result("--data.tokenizer", str(tmp_path / "tokenizer.json")) - result() == 2 * 2 * 60 * rows
+    small = ("--data.tokenizer", str(tmp_path / "tokenizer.json"), "--model.vocab_size", "700")
+    assert "has 701 tokens: set --model.vocab_size to at least 701" in plan(capsys, *arguments, *small)[2]
     code, _, err = plan(capsys, *arguments, "--data.tokenizer", "nowhere.json")
     assert (code, "nowhere.json" in err) == (2, True)
     assert "model.vocab_size is missing" in plan(capsys, *arguments, "--data.tokenizer", "ids")[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxshard.config import Config
 from jaxshard.console import Console
-from jaxshard.data.tokenizer import ByteTokenizer
+from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.calibration import calibrated
@@ -276,11 +276,14 @@ def _words(options: Mapping[str, str | None]) -> Iterator[str]:
 def _runs(config: Config, arch: Architecture, target: Target) -> None:
     """Refuses what no layout can run: a kernel that the chip does not have, ids that the model does not know."""
     attention_kernel(arch, config, target.chip.platform)
-    tokens = ByteTokenizer.vocab_size
-    if config.data.tokenizer == "bytes" and arch.vocab_size < tokens:
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except InputError:
+        return  # it may lie where the run will be
+    if not isinstance(tokenizer, IdTokenizer) and arch.vocab_size < tokenizer.vocab_size:
         raise InputError(
-            f"model.vocab_size is {arch.vocab_size}, but data.tokenizer 'bytes' has {tokens} tokens: set "
-            f"--model.vocab_size to at least {tokens}"
+            f"model.vocab_size is {arch.vocab_size:,}, but data.tokenizer {tokenizer.name!r} has "
+            f"{tokenizer.vocab_size:,} tokens: set --model.vocab_size to at least {tokenizer.vocab_size:,}"
         )
 
 
