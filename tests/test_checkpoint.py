@@ -1,5 +1,7 @@
 """Checkpoints: bit-exact, resharded, complete or not there, and clear about what is wrong."""
 
+import asyncio
+import gc
 import json
 import os
 import resource
@@ -252,6 +254,23 @@ else:
         describe(tmp_path, 9)
     with pytest.raises(InputError, match="no complete checkpoint; train first"):
         describe(tmp_path / "none")
+
+
+def test_a_second_error_of_the_same_save_is_not_printed_by_asyncio(saved, caplog):
+    saved.save(1, small(), {})  # the filter is set by the first writer
+    saved.wait()
+    for file in ("site-packages/orbax/checkpoint/path.py", "elsewhere/path.py"):
+        space = {}
+        exec(compile("def write():\n    raise OSError(28, 'No space left on device')", file, "exec"), space)
+
+        async def leave(write):
+            asyncio.get_running_loop().run_in_executor(None, write)  # as of two writes that fail together
+
+        with asyncio.Runner() as runner:
+            runner.run(leave(space["write"]))
+        gc.collect()
+    told = [record for record in caplog.records if record.name == "asyncio"]
+    assert len(told) == 1 and "never retrieved" in told[0].getMessage() and "elsewhere" in caplog.text
 
 
 def test_the_layout_on_disk_is_as_documented(saved):

@@ -11,6 +11,7 @@ import logging
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,8 @@ def _existing(path: Path) -> Path:
 
 def _quiet() -> None:
     """Keeps Orbax's noise off the terminal: whatever matters in it is raised too, and told once."""
-    logging.getLogger("absl").addFilter(_not_from_orbax)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_not_from_orbax)
     previous = sys.unraisablehook
     if getattr(previous, "quiet", False):
         return
@@ -241,7 +243,10 @@ def _quiet() -> None:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+    # asyncio reports in its own name the later of several errors, or a task that ends with its event loop.
+    frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+    files = [record.pathname, record.getMessage(), *(frame.f_code.co_filename for frame, _ in frames)]
+    return not any("orbax" in text for text in files)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
