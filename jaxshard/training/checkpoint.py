@@ -11,7 +11,9 @@ import logging
 import shutil
 import sys
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -174,7 +176,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
             if _UNFINISHED in path.name or path.name.endswith(_DELETED):
-                shutil.rmtree(path)
+                _remove_restless(path)
         target = self.folder / str(step)
         if target.exists():
             aside = target.with_name(target.name + _ASIDE)
@@ -221,6 +223,15 @@ def _remove(paths: list[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _remove_restless(path: Path, patience: int = 40) -> None:
+    """Removes a folder into which threads of a save that failed a moment ago may still write."""
+    for _ in range(patience):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.05)  # What is still there after all goes with the next save.
+
+
 def _existing(path: Path) -> Path:
     return path if path.exists() or path == path.parent else _existing(path.parent)
 
@@ -229,6 +240,8 @@ def _quiet() -> None:
     """Keeps Orbax's noise off the terminal: whatever matters in it is raised too, and told once."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)
+    # After an error the writes that had not begun are given up.
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
     previous = sys.unraisablehook
     if getattr(previous, "quiet", False):
         return
