@@ -22,6 +22,7 @@ from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError, nearest
+from jaxshard.interrupt import raise_from_now
 from jaxshard.options import (
     Given,
     Option,
@@ -132,6 +133,7 @@ def execute(invocation: Invocation) -> int:
     # Whatever else prints while a command makes JSON must not end up within it.
     with contextlib.redirect_stdout(sys.stderr) if invocation.common.json else contextlib.nullcontext():
         function = getattr(importlib.import_module(module), name)
+        raise_from_now()
         extra = {"given": invocation.given} if invocation.command.wants_given else {}
         result = function(invocation.config, console=console, **vars(invocation.options), **extra)
     code = result if isinstance(result, int) else 0
@@ -240,7 +242,8 @@ def _runs_beside(folder: Path) -> str:
 
 
 def _program() -> str:
-    return os.path.basename(sys.argv[0]) or "jaxshard"
+    name = os.path.basename(sys.argv[0]) or "jaxshard"
+    return "python -m jaxshard" if name == "__main__.py" else name
 
 
 def _jsonable(value: Any) -> Any:

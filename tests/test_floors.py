@@ -11,19 +11,22 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxshard"
 
 FLOORS = (
-    ("errors", "config", "options", "config_file", "console"),
+    ("errors", "config", "options", "config_file", "console", "interrupt"),
     ("parallel", "models"),
     ("data",),
     ("training", "inference"),
     ("insight",),
-    ("commands", "cli", "__init__"),
+    ("commands", "cli", "__main__", "__init__"),
 )
 """Lowest first. A module imports from its own floor and from those below."""
 
 SEPARATE = {("models", "parallel")}
 """Neighbours on a floor of which the first must not import the second: a model knows no devices."""
 
-WITHOUT_JAX = ("errors", "config", "options", "config_file", "console", "commands", "cli", "__init__")
+WITHOUT_JAX = (
+    *("errors", "config", "options", "config_file", "console", "interrupt"),
+    *("commands", "cli", "__main__", "__init__"),
+)
 """Start-up, --help and bad input must not wait for jax; `parallel.schedule` is plain tables."""
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -24,6 +25,7 @@ from jaxshard.training.metrics import open_metrics
 from jaxshard.training.signals import stop_on_signal
 from jaxshard.training.state import TrainState
 
+ROOT = Path(__file__).parent.parent
 END = 6
 CONFIG = Config(
     mesh="dp=1",
@@ -160,6 +162,25 @@ with stop_on_signal():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     said = "interrupted: nothing was saved after the last complete checkpoint\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize("moment", ["jaxshard.cli", "rich.console", "jax", "optax"])
+@pytest.mark.parametrize("start", ["run.py", "jaxshard"])
+def test_an_interrupt_while_the_program_is_imported_ends_with_one_word(start, moment):
+    code = f"""
+import runpy, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {moment!r}:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = [{start!r}, "plan", "--target", "none"]
+{"runpy.run_path" if start.endswith("py") else "runpy.run_module"}({start!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "interrupted\n")
 
 
 # The folder.
