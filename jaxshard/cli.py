@@ -69,20 +69,10 @@ def main() -> NoReturn:
 def run(argv: list[str]) -> int:
     """Runs one command line and returns its exit code; raises nothing."""
     try:
-        if argv[:1] in (["--help"], ["-h"]):
-            print(overview())
-            return 0
-        if argv == ["--version"]:
-            print(f"jaxshard {importlib.metadata.version('jaxshard')}")
-            return 0
-        if {"--help", "-h"} & set(argv):
-            print(command_help(_command(argv)[0]))
-            return 0
-        invocation = understand(argv)
-        if invocation.common.print_config:
-            print(config_to_yaml(invocation.config, comments=True), end="")
-            return 0
-        return execute(invocation)
+        code = _answer(argv)
+        # What is left in the buffer is written here: when the interpreter ends nobody handles a reader that has gone.
+        print(end="", flush=True)
+        return code
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -98,6 +88,24 @@ def run(argv: list[str]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _answer(argv: list[str]) -> int:
+    """Prints what the line asks to know, or runs its command; returns the exit code."""
+    if argv[:1] in (["--help"], ["-h"]):
+        print(overview())
+        return 0
+    if argv == ["--version"]:
+        print(f"jaxshard {importlib.metadata.version('jaxshard')}")
+        return 0
+    if {"--help", "-h"} & set(argv):
+        print(command_help(_command(argv)[0]))
+        return 0
+    invocation = understand(argv)
+    if invocation.common.print_config:
+        print(config_to_yaml(invocation.config, comments=True), end="")
+        return 0
+    return execute(invocation)
 
 
 def understand(argv: list[str]) -> Invocation:

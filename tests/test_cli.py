@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import json
 import math
-import shlex
+import os
 import subprocess
 import sys
 import types
@@ -346,10 +346,17 @@ def test_characters_that_stdout_lacks_end_nothing():
     assert (done.returncode, done.stdout) == (0, "x ?\n"), done.stderr
 
 
-def test_output_into_a_closed_pipe_is_no_failure_with_a_traceback():
-    line = f"{shlex.quote(sys.executable)} run.py train --help | head -1"
-    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.stderr == "" and done.stdout.startswith("usage: run.py train")
+@pytest.mark.parametrize("arguments", ["train --help", "--help", "--print_config"])
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_output_into_a_closed_pipe_is_no_failure_with_a_traceback(arguments, buffered):
+    """As of `| head`, whose end is gone whenever the text is written: at once, or from the buffer at the end."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *([] if buffered else ["-u"]), "run.py", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("each", COMMANDS, ids=lambda each: each.name)
