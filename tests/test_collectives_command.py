@@ -271,6 +271,26 @@ def test_who_joins_whom():
             launch_arguments(by_hand | wrong)
 
 
+@pytest.mark.parametrize(
+    "name, others",
+    [
+        ("JAX_NUM_PROCESSES", {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "1"}),
+        ("JAX_PROCESS_ID", {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}),
+        ("SLURM_STEP_NUM_TASKS", {}),
+        ("SLURM_PROCID", {"SLURM_STEP_NUM_TASKS": "2"}),
+        ("OMPI_COMM_WORLD_SIZE", {}),
+        ("OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE": "2"}),
+    ],
+)
+def test_a_launchers_variable_that_is_no_number_is_named_with_its_value(name, others, monkeypatch, capsys):
+    for each, value in (others | {name: "two"}).items():
+        monkeypatch.setenv(each, value)
+    assert cli.run(["collectives", "--mesh", "dp=2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the environment says {name}='two', which must be a whole number")
+    assert error.count("\n") == 1
+
+
 def test_devices_that_cannot_be_shared_are_refused_before_anyone_waits(monkeypatch):
     for name, value in (("COORDINATOR_ADDRESS", "nowhere:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
         monkeypatch.setenv(f"JAX_{name}", value)

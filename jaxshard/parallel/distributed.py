@@ -14,8 +14,12 @@ from jaxshard.parallel.mesh import cpu_by_default, parse_mesh
 
 ADDRESS, COUNT, RANK = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """Variables of the environment that start processes by hand: host:port of the first, their number, and one's own."""
-_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-"""Variables in which `srun` and `mpirun` say how many processes they started; jax finds the rest by itself."""
+_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+"""Variables in which `srun` and `mpirun` say how many processes they started, and the other numbers that jax then reads
+by itself."""
 
 
 def join_processes(mesh: str | None, kind: str, fake_devices: int | None) -> int:
@@ -53,28 +57,40 @@ def launch_arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """What `jax.distributed.initialize` is to be called with; None where this process is the only one.
 
     Raises:
-        InputError: one of the three variables is missing or wrong.
+        InputError: one of the three variables is missing or wrong, or a launcher's is not a number.
     """
     given = {name: environment[name] for name in (ADDRESS, COUNT, RANK) if environment.get(name)}
     if given:
         if len(given) < 3:
             missing = " and ".join(name for name in (ADDRESS, COUNT, RANK) if name not in given)
             raise InputError(f"{' and '.join(given)} is set, but not {missing}: several processes need all three")
-        try:
-            count, rank = int(given[COUNT]), int(given[RANK])
-        except ValueError:
-            raise InputError(f"{COUNT}={given[COUNT]} and {RANK}={given[RANK]} must be whole numbers") from None
+        count, rank = _number(environment, COUNT), _number(environment, RANK)
         if not 0 <= rank < count:
             raise InputError(f"{RANK}={rank} must be from 0 to {COUNT} - 1 = {count - 1}")
         return (
             {"coordinator_address": given[ADDRESS], "num_processes": count, "process_id": rank} if count > 1 else None
         )
-    return {} if max(_launched(environment)) > 1 else None
+    if max(_launched(environment)) <= 1:
+        return None
+    for name in (name for names in _LAUNCHERS.values() for name in names if environment.get(name)):
+        _number(environment, name)
+    return {}
 
 
 def _launched(environment: Mapping[str, str]) -> list[int]:
     """Processes by each launcher's account; one launcher may run inside another."""
-    return [int(environment.get(name) or 1) for name in _LAUNCHERS]
+    return [_number(environment, name) if environment.get(name) else 1 for name in _LAUNCHERS]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """A variable of the environment as a whole number. Raises InputError where it is none."""
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise InputError(
+            f"the environment says {name}={environment[name][:60]!r}, which must be a whole number: set it to one, or "
+            "unset it if this process is to run alone"
+        ) from None
 
 
 @contextmanager
