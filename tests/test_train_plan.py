@@ -1,5 +1,6 @@
 """`train` and the planner: --mesh auto, the memory forecast, and what is said when memory runs out."""
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxshard.insight.hardware import parse_target
 from jaxshard.insight.search import Candidate
 from jaxshard.options import Given
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
-from jaxshard.training import loop
+from jaxshard.training import loop, start
 from jaxshard.training.foresight import explained
 from jaxshard.training.program import build_program
 
@@ -135,6 +136,37 @@ def test_the_forecast_warns_where_faked_devices_need_more_than_the_machine_has(m
     assert present.forecast(program).warning == ""
     monkeypatch.setattr(present, "machine_bytes", lambda: 4 * total - 1)
     assert "predicted on each of 4 devices, and this machine has " in present.forecast(program).warning
+
+
+def test_a_step_far_beyond_the_machine_is_refused_with_what_should_fit(monkeypatch):
+    def total(machine=2**60, seq_len=128, **train):
+        monkeypatch.setattr(present, "machine_bytes", lambda: machine)
+        config = Config(mesh="dp=2", data=DataConfig(seq_len=seq_len), train=TrainConfig(**train))
+        return present.forecast(build_program(config, jax.devices()[:2], 257)).total
+
+    said = "^the step cannot fit: .* predicted on each of 2 devices, and this machine has .* for all of them; "
+    parts = total(global_batch=256, accumulation=8)
+    with pytest.raises(InputError, match=said + "--train.accumulation 8 takes the batch in parts that should fit$"):
+        total(2 * parts, global_batch=256)
+    # The batch alone, 512 MiB, is too much: no parts of it help.
+    with pytest.raises(InputError, match=said + r"--train.global_batch \d+ should fit$") as refused:
+        total(2**28, seq_len=2, global_batch=2**25)
+    batch = int(re.findall(r"(\d+) should fit", str(refused.value))[0])
+    assert total(seq_len=2, global_batch=batch) <= 2**27 < total(seq_len=2, global_batch=2 * batch)
+    with pytest.raises(InputError, match=said + "choose a smaller model$"):
+        total(1, global_batch=256)
+
+
+def test_a_batch_that_cannot_be_gathered_is_refused_at_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(start, "machine_bytes", lambda: 1_024_000)
+    words = [*TINY, "--mesh", "dp=2", "--output", str(tmp_path / "run"), "--train.global_batch"]
+    assert cli.run([*words, "2002"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: train.global_batch = 2,002 sequences of data.seq_len = 32 tokens cannot be gathered"
+    )
+    assert "this machine has 1,000.00 KiB; lower train.global_batch: even 2,000 would fill it" in error
+    assert error.count("\n") == 1 and not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_the_nearest_plan_changes_least():

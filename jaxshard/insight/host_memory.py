@@ -1,7 +1,6 @@
 """Host memory beside a device: what offloaded masters, moments and activations may take."""
 
 import math
-import os
 from collections.abc import Iterator
 
 import jax
@@ -13,6 +12,7 @@ from jaxshard.insight.memory import gib
 from jaxshard.insight.ranking import Scored, Search, larger_targets, limit_of, search, state_alone
 from jaxshard.insight.search import Pins
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.offload import machine_bytes
 
 HOST_BYTES = {
     **dict.fromkeys(("a100", "h100", "h200", "b200"), 250 * GB),
@@ -22,11 +22,6 @@ HOST_BYTES = {
 TPUs: machine types with four chips (cloud.google.com/tpu/docs: ct4p 407 GB, ct5lp 192 GB, ct5p 448 GB, ct6e 720 GB)."""
 FREE = 0.1
 """Share left to the system, the data and the program itself."""
-
-
-def machine_bytes() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_limit(target: Target) -> float:

@@ -16,7 +16,6 @@ from jaxshard.config_file import load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.insight.hardware import Target, parse_target
-from jaxshard.insight.host_memory import machine_bytes
 from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.planner import command_line
 from jaxshard.insight.ranking import MARGIN, Scored, Search, search
@@ -24,7 +23,8 @@ from jaxshard.insight.refusal import fitting, searched
 from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, Pins, apply, words
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
-from jaxshard.parallel.mesh import Device, MeshShape, parse_mesh
+from jaxshard.parallel.mesh import Device, MeshShape, divisors, parse_mesh
+from jaxshard.parallel.offload import machine_bytes
 from jaxshard.training.describe import size_text
 from jaxshard.training.foresight import Forecast
 from jaxshard.training.program import Program
@@ -32,6 +32,10 @@ from jaxshard.training.start import CONFIG_FILE
 
 LESS = 0.9
 """After out-of-memory a plan has to take less than this share of what was predicted, where that seemed to fit."""
+
+
+PLAINLY = 2
+"""Times the memory of a machine from which a step on faked devices is refused: the prediction is not that far off."""
 
 
 def present_target(devices: Sequence[Device]) -> Target:
@@ -123,7 +127,11 @@ def _saved(config: Config, count: int) -> Config | None:
 
 
 def forecast(program: Program) -> Forecast:
-    """Memory of the step of a program, in closed form, against what a device has."""
+    """Memory of the step of a program, in closed form, against what a device has.
+
+    Raises:
+        InputError: faked devices would take more than `PLAINLY` times what this machine has.
+    """
     devices = list(program.layout.mesh.devices.flat)
     limit = device_limit(devices, present_target(devices))
     memory = _estimate(program)
@@ -138,11 +146,31 @@ def forecast(program: Program) -> Forecast:
         )
     here = sum(device.process_index == jax.process_index() for device in devices)
     if not limit and here * memory.total > machine_bytes():  # faked devices: the system ends a process that takes more
-        warning = (
-            f"the step will probably not fit: {size_text(memory.total)} predicted on each of {here} devices, and this "
-            f"machine has {size_text(machine_bytes())} for all of them; choose a smaller model or train.global_batch"
+        machine = machine_bytes()
+        said = (
+            f"{size_text(memory.total)} predicted on each of {here} device{'s' * (here > 1)}, and this machine has "
+            f"{size_text(machine)} for all of them"
         )
+        if here * memory.total > PLAINLY * machine:
+            raise InputError(f"the step cannot fit: {said}; {_smaller_step(program, machine / here)}")
+        warning = f"the step will probably not fit: {said}; choose a smaller model or train.global_batch"
     return Forecast(memory.total, line, warning)
+
+
+def _smaller_step(program: Program, limit: float) -> str:
+    """The same batch in more parts, or else the largest of a row of smaller ones, that should fit in `limit` bytes."""
+    train, ways = program.config.train, program.layout.shape.batch_ways
+    microbatches = train.microbatches or 1
+    fits = lambda **changes: _estimate(program, **changes).total <= limit
+    own = train.global_batch // ways
+    parts = (n for n in divisors(own) if n > train.accumulation and own // n % microbatches == 0)
+    more = next((n for n in parts if fits(accumulation=n)), None)
+    if more is not None:
+        return f"--train.accumulation {more} takes the batch in parts that should fit"
+    least = ways * train.accumulation * microbatches
+    smaller = [least << n for n in range((train.global_batch // least).bit_length())]
+    batch = max((n for n in smaller if fits(global_batch=n)), default=None)
+    return "choose a smaller model" if batch is None else f"--train.global_batch {batch} should fit"
 
 
 def remedy(program: Program, *, given: Given) -> str:
@@ -182,10 +210,12 @@ def _candidate(config: Config, shape: MeshShape) -> Candidate:
     return Candidate(shape, **fields)
 
 
-def _estimate(program: Program) -> Memory:
-    layout = program.layout
+def _estimate(program: Program, **changes: int) -> Memory:
+    """In closed form, with changes of `TrainConfig`."""
+    layout, config = program.layout, program.config
     platform = present_target(list(layout.mesh.devices.flat)).chip.platform
-    return estimate(program.config, program.model.arch, layout.shape, platform)
+    config = replace(config, train=replace(config.train, **changes))
+    return estimate(config, program.model.arch, layout.shape, platform)
 
 
 def _largest(memory: Memory) -> str:

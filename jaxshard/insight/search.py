@@ -3,10 +3,8 @@
 Their times are predicted by `prediction`; `ranking` looks at their memory, fastest layouts first.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from jaxshard.config import Config
@@ -14,7 +12,7 @@ from jaxshard.errors import InputError
 from jaxshard.insight.hardware import GPUS_PER_HOST, Target
 from jaxshard.insight.shardable import unsharded
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import SHORT, MeshShape, parse_mesh
+from jaxshard.parallel.mesh import SHORT, MeshShape, divisors, parse_mesh
 from jaxshard.training.pipeline_plan import OPTIONS, plan_pipeline
 from jaxshard.training.program import check_fit
 
@@ -172,13 +170,6 @@ def _places(pins: Pins, remat: str, offload: bool) -> Sequence[str]:
     if "offload" in pins.fields:
         return (pins.fields["offload"],)
     return ("none",) if not offload else ("none", "optimizer") if remat == "offload" else ("optimizer",)
-
-
-@lru_cache(maxsize=4096)
-def divisors(n: int) -> tuple[int, ...]:
-    """In ascending order."""
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return tuple(sorted({*low, *(n // d for d in low)}))
 
 
 def meshes(config: Config, arch: Architecture, target: Target, pins: Pins) -> list[MeshShape]:

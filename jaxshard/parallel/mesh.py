@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,10 @@ def _arrange(shape: MeshShape, devices: Sequence[Device]) -> np.ndarray:
     # Elsewhere hosts are contiguous, so the innermost axis stays inside a host for as long as it fits.
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     return np.array(ordered).reshape(shape.sizes)
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """In ascending order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*low, *(n // d for d in low)}))

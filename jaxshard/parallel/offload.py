@@ -1,6 +1,7 @@
 """Host memory as a place for arrays: which kind it is, whether a device has it, and the way there and back."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ from jaxshard.errors import InputError
 
 HOST_KIND = "pinned_host"
 """jax's name of page-locked memory of the device's host, which the device copies from and to by itself."""
+
+
+def machine_bytes() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:

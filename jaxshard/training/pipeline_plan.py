@@ -5,7 +5,7 @@ from dataclasses import fields
 from jaxshard.config import TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import SHORT, MeshShape
+from jaxshard.parallel.mesh import SHORT, MeshShape, divisors
 from jaxshard.parallel.schedule import bubble_fraction, layer_order, make
 from jaxshard.training.recipe import PipelinePlan
 
@@ -67,13 +67,11 @@ def _microbatches(train: TrainConfig, shape: MeshShape) -> int:
     sequences = train.global_batch // ways
     count = train.microbatches
     if count is None:
-        fits = (n for n in range(2 * shape.stage, sequences) if sequences % n == 0)
-        return next(fits, sequences)
+        return next((n for n in divisors(sequences) if n >= 2 * shape.stage), sequences)
     if sequences % count:
         axes = [f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1]
         parts = " x ".join([*axes, f"accumulation {train.accumulation}"])
-        fits = [n for n in range(1, sequences + 1) if sequences % n == 0]
-        best = min(fits, key=lambda n: (abs(n - count), -n))
+        best = min(divisors(sequences), key=lambda n: (abs(n - count), -n))
         batch = max(1, round(train.global_batch / (ways * count))) * ways * count
         raise InputError(
             f"train.microbatches = {count} does not divide the {sequences} sequences of one part (train.global_batch = "

@@ -16,7 +16,9 @@ from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import Device, open_devices
+from jaxshard.parallel.offload import machine_bytes
 from jaxshard.training.checkpoint import Checkpoints, describe
+from jaxshard.training.describe import size_text
 from jaxshard.training.foresight import AUTO
 from jaxshard.training.layer_order import in_layer_order
 from jaxshard.training.program import Program, build_program
@@ -39,6 +41,7 @@ def open_run(
     Raises:
         InputError: data, mesh, model or batch do not fit; see the parts.
     """
+    _check_batch(config)
     automatic = layout if config.mesh == AUTO else None
     devices = open_devices(None if automatic else config.mesh, config.devices, config.fake_devices)
     dataset = build(config.data)
@@ -47,6 +50,22 @@ def open_run(
     program = build_program(config, devices, dataset.tokenizer.vocab_size)
     check_vocabulary(dataset, program.model.arch.vocab_size)
     return dataset, program
+
+
+def _check_batch(config: Config) -> None:
+    """Refuses a batch that cannot be gathered, which would otherwise be tried row by row until the memory is full.
+
+    Raises:
+        InputError: the arrays of a global batch, int32 [B, T], take more than this machine has.
+    """
+    batch, length = config.train.global_batch, config.data.seq_len
+    need, has = 4 * 4 * batch * length, machine_bytes()
+    if need > has:
+        raise InputError(
+            f"train.global_batch = {batch:,} sequences of data.seq_len = {length:,} tokens cannot be gathered: "
+            f"inputs, targets, segments and positions of 4 bytes each take {size_text(need)}, and this machine has "
+            f"{size_text(has)}; lower train.global_batch: even {batch * has // need:,} would fill it"
+        )
 
 
 def checkpoints(config: Config) -> Checkpoints:
