@@ -131,8 +131,13 @@ def test_near_the_edge_the_compiler_decides(monkeypatch):
             (plan,), _ = planner.offered(found, Given({}), 3)
             assert plan.compiled_peak == limit
         else:
-            with pytest.raises(InputError, match=r"fits nowhere.*Not offered: .* by the compiler"):
+            # The compiler's figure, where it is known, goes before the estimate.
+            said = (
+                rf"fits nowhere.* compiler was asked about \(dp=8, ZeRO-3.*\) needs {limit + 1:,} bytes on a device by "
+            )
+            with pytest.raises(InputError, match=rf"{said}its word, and {limit:,} may be used; ") as refused:
                 planner.offered(found, Given({}), 3)
+            assert "Not offered" not in str(refused.value)
     with pytest.raises(InputError, match="fits nowhere"):
         planner.offered(tight(), Given({}), 0)
 
@@ -189,3 +194,24 @@ def test_fewest_devices_by_the_compilers_word(capsys, monkeypatch):
     assert cli.run([*words, "--confirm", "1", "--target", "h100:64", "--fewest", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "h100:4"
     assert asked[-1] == "h100:4" and set(asked[:-1]) <= {"h100:1", "h100:2"} and len(asked) > 1
+
+
+def test_a_mistake_is_not_taken_for_a_target_that_is_too_small(monkeypatch):
+    """With --fewest what the user gets wrong comes out at once, instead of larger and larger targets being tried."""
+    asked = []
+
+    def compile_step(config, target, vocabulary):
+        asked.append(target.name)
+        raise InputError("train.allow_replicated names 'x', but the model has no such weight")
+
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(confirm, "compile_step", compile_step)
+    config = settings("llama3-8b", 64, 8192)
+    find = lambda target: planner.find(config, architecture(config.model), target, Given({}), None, True, 1)
+    with pytest.raises(InputError, match=r"^train\.allow_replicated names 'x', but the model has no such weight$"):
+        find(parse_target("h100:64"))
+    assert len(asked) == 1
+    # What is refused for its size lets the next target have its turn.
+    monkeypatch.setattr(confirm, "compile_step", lambda *_: type("Confirmed", (), {"result": _Peak(90 * GIB)}))
+    with pytest.raises(InputError, match=r"the compiler for h100:2 refuses every layout"):
+        find(parse_target("h100:2"))

@@ -1,7 +1,7 @@
 """Asks the real compiler about a configuration, and about the plans of a search, on targets that may be absent."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -45,6 +45,36 @@ class Verdict:
     peak: int | None = None
     """Bytes on a device; None where it was not asked or cannot say."""
     timeline: Timeline | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that the compiler does not take."""
+
+    scored: Scored
+    needs: int
+    """Bytes on a device; 0 where that is not known."""
+    sentence: str
+
+
+@dataclass
+class Answers:
+    """What the compiler says beside its verdicts."""
+
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user."""
+    refused: list[Refused] = field(default_factory=list)
+
+    def refuse(self, scored: Scored, why: str, needs: int = 0) -> Verdict:
+        """Takes a refusal down."""
+        self.refused.append(Refused(scored, needs, f"Not offered: {words(scored.candidate)}: {why}"))
+        self.notes.append(self.refused[-1].sentence)
+        return Verdict(False)
+
+    @property
+    def least(self) -> Refused | None:
+        """The refused layout that takes the least by the compiler."""
+        return min((each for each in self.refused if each.needs), key=lambda each: each.needs, default=None)
 
 
 def compile_step(config: Config, target: Target, vocabulary: int | None = None, buffers: bool = False) -> Confirmed:
@@ -91,7 +121,7 @@ def tokenizer_size(config: Config) -> int | None:
     return None if isinstance(tokenizer, IdTokenizer) else tokenizer.vocab_size
 
 
-def confirmed(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
+def confirmed(found: Search, count: int, answers: Answers) -> Iterator[tuple[Scored, Verdict]]:
     """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `count` with the compiler's verdict.
 
     Where nothing should fit, or the compiler refuses all that should, it is asked about the least of what is a little
@@ -100,10 +130,10 @@ def confirmed(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Sco
     Args:
         found: a search.
         count: 0 asks nothing.
-        notes: takes a sentence on each layout that is not offered.
+        answers: takes what is said of each layout that is not offered.
     """
-    near = (_too_large(found, count, notes, on_host) for on_host in (False, True))
-    for offers in (_fitting(found, count, notes), *near):
+    near = (_too_large(found, count, answers, on_host) for on_host in (False, True))
+    for offers in (_fitting(found, count, answers), *near):
         first = next(offers, None)
         if first is not None:
             yield first
@@ -111,7 +141,7 @@ def confirmed(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Sco
             return
 
 
-def _too_large(found: Search, count: int, notes: list[str], on_host: bool) -> Iterator[tuple[Scored, Verdict]]:
+def _too_large(found: Search, count: int, answers: Answers, on_host: bool) -> Iterator[tuple[Scored, Verdict]]:
     """What the compiler takes of the `count` least that are a little too large by the closed form."""
     if count == 0:
         return
@@ -122,12 +152,12 @@ def _too_large(found: Search, count: int, notes: list[str], on_host: bool) -> It
     else:
         near = [scored for scored in near if scored.memory.host == 0]
     for scored in near[:count]:
-        verdict = _verdict(found, scored, notes)
+        verdict = _verdict(found, scored, answers)
         if verdict.peak is not None:  # an estimate alone says that it does not fit
             yield scored, verdict
 
 
-def _fitting(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scored, Verdict]]:
+def _fitting(found: Search, count: int, answers: Answers) -> Iterator[tuple[Scored, Verdict]]:
     """After a refusal the next smaller layout of the same mesh and stage has its turn."""
     done: set[tuple] = set()
     refused: dict[tuple, int] = {}
@@ -144,7 +174,7 @@ def _fitting(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scor
         if asked == TRIES * count:
             return
         asked += 1
-        verdict = _verdict(found, scored, notes)
+        verdict = _verdict(found, scored, answers)
         if not verdict.good:
             refused[key] = scored.memory.total
             continue
@@ -153,31 +183,34 @@ def _fitting(found: Search, count: int, notes: list[str]) -> Iterator[tuple[Scor
         yield scored, verdict
 
 
-def _verdict(found: Search, scored: Scored, notes: list[str]) -> Verdict:
-    """Whether the compiler takes a layout, its bytes on a device and its time; a note where it does not.
+def _verdict(found: Search, scored: Scored, answers: Answers) -> Verdict:
+    """Whether the compiler takes a layout, its bytes on a device and its time; an answer taken down where it does not.
 
     The bytes are None where host memory is used and the compiler for absent devices cannot handle that: it says so with
     an internal error, which is no verdict on the layout.
+
+    Raises:
+        InputError: of a layout that stays on the device; whatever stands in its way, it is not the compiler.
     """
     c = scored.candidate
-    name = words(c)
+    on_host = c.offload != "none" or c.remat == "offload"
     config = apply(found.config, c)
     try:
         result = compile_step(config, found.target, tokenizer_size(config)).result
     except (InputError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, InputError) and not on_host:
+            raise
         said = str(error).splitlines()[0][:200]
-        if (c.offload != "none" or c.remat == "offload") and said.startswith("INTERNAL"):
-            notes.append(f"Not confirmed: {name}: the compiler for absent devices fails ({said}).")
+        if on_host and said.startswith("INTERNAL"):
+            answers.notes.append(f"Not confirmed: {words(c)}: the compiler for absent devices fails ({said}).")
             return Verdict(True)
-        notes.append(f"Not offered: {name}: the compiler says {said}")
-        return Verdict(False)
+        return answers.refuse(scored, f"the compiler says {said}")
     if isinstance(result, DoesNotFit):
-        notes.append(f"Not offered: {name}: the compiler refuses it ({gib(result.needs)} needed).")
-        return Verdict(False)
+        size = gib(result.needs) if result.needs else "more memory than there is"
+        return answers.refuse(scored, f"the compiler refuses it ({size} needed).", result.needs)
     peak, may = result.memory.peak, found.allowed
     if peak > may:
         sizes = (gib(peak), gib(may)) if gib(peak) != gib(may) else (f"{peak:,} bytes", f"{int(may):,}")
-        notes.append(f"Not offered: {name}: {sizes[0]} by the compiler, {sizes[1]} may be used.")
-        return Verdict(False)
+        return answers.refuse(scored, f"{sizes[0]} by the compiler, {sizes[1]} may be used.", peak)
     mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
     return Verdict(True, peak, timeline(result, mesh) if found.timed else None)

@@ -14,14 +14,14 @@ from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.insight.advice import reasons
 from jaxshard.insight.calibration import calibrated
-from jaxshard.insight.confirm import compiler_missing, confirmed, tokenizer_size
+from jaxshard.insight.confirm import Answers, compiler_missing, confirmed, tokenizer_size
 from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.host_memory import fitting_parts, within_host
 from jaxshard.insight.lock import check_writable
 from jaxshard.insight.plan_tables import model_name, show
 from jaxshard.insight.prediction import is_known
 from jaxshard.insight.ranking import PREFERENCE, Scored, Search
-from jaxshard.insight.refusal import refused, searched
+from jaxshard.insight.refusal import NothingFits, refused, searched
 from jaxshard.insight.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import Architecture, architecture
@@ -179,7 +179,7 @@ def find(
     pins = pins_of(config, given.options)
     limit = None if memory_limit is None else memory_limit * 2**30
     for part in fitting_parts(config, arch, target, pins, limit, most=target.count) if fewest else ():
-        with contextlib.suppress(InputError):  # the compiler refuses all that should fit there
+        with contextlib.suppress(NothingFits):  # the compiler refuses all that should fit there
             return part, *offered(part, given, confirm)
     found = searched(config, arch, target, pins, limit)
     return found, *offered(found, given, confirm)
@@ -200,17 +200,18 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
     if found.timed:
         notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
     plans: list[Plan] = []
-    for scored, verdict in confirmed(found, confirm, notes):
+    answers = Answers(notes)
+    for scored, verdict in confirmed(found, confirm, answers):
         command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
         seconds = scored.seconds if found.timed else None
         plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline))
         if len(plans) == ROWS:
             break
     if not plans:
-        tried = " ".join(note for note in notes if note.startswith("Not offered"))
         if not within_host(found):
-            raise refused(found, pins_of(found.config, given.options), found.memory_limit, tried)
-        raise InputError(f"the compiler for {found.target.name} refuses every layout that should fit: {tried}")
+            raise refused(found, pins_of(found.config, given.options), found.memory_limit, answers)
+        tried = " ".join(each.sentence for each in answers.refused)
+        raise NothingFits(f"the compiler for {found.target.name} refuses every layout that should fit: {tried}")
     if any(plan.scored.memory.gradients == 0 for plan in plans):
         notes.append(
             "Memory is that of the fullest moment of a step; where that is the loss, gradients are 0: none exist yet."

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxshard.config import Config
 from jaxshard.errors import InputError
+from jaxshard.insight.confirm import Answers, Refused
 from jaxshard.insight.hardware import Target
 from jaxshard.insight.host_memory import host_too_small, smallest_fitting, within_host
 from jaxshard.insight.memory import gib
@@ -13,6 +14,10 @@ from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.models.layers import SAVED_NAMES
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.remat import parse_remat
+
+
+class NothingFits(InputError):
+    """Legal layouts there are, but memory for none of them."""
 
 
 def searched(config: Config, arch: Architecture, target: Target, pins: Pins, limit: float | None) -> Search:
@@ -42,29 +47,33 @@ def fitting(found: Search, pins: Pins, limit: float | None) -> list[Scored]:
     return kept
 
 
-def refused(found: Search, pins: Pins, limit: float | None, tried: str = "") -> InputError:
+def refused(found: Search, pins: Pins, limit: float | None, answers: Answers | None = None) -> NothingFits:
     """Nothing fits: what is missing, the smallest hardware that would do, and the pin without which a plan fits here.
 
     Args:
         found: a search that found nothing.
         pins: of the search.
         limit: bytes that the user allows; None: what a device has.
-        tried: what the compiler said about the layout that takes the least.
+        answers: what the compiler said, where it was asked about what seemed a little too large.
     """
-    error = host_too_small(found, pins, limit) if found.fitting else _nothing_fits(found, pins, limit)
+    answers = answers or Answers()
+    least = None if found.fitting else answers.least
+    error = host_too_small(found, pins, limit) if found.fitting else _nothing_fits(found, pins, limit, least)
+    tried = " ".join(each.sentence for each in answers.refused if each is not least)
     culprits = _culprits(pins, lambda fewer: bool(within_host(search(*_asked(found), fewer, limit))))
     parts = [str(error), "it fits here without " + " or without ".join(culprits) if culprits else "", tried]
-    return InputError("; ".join(part for part in parts if part))
+    return NothingFits("; ".join(part for part in parts if part))
 
 
-def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> InputError:
-    """What is missing, and the smallest hardware that would do."""
-    least = found.smallest()
+def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None, compiled: Refused | None) -> InputError:
+    """What is missing, by the compiler where it was asked, and the smallest hardware that would do."""
+    least = compiled.scored if compiled else found.smallest()
+    needs = compiled.needs if compiled else least.memory.total
     larger = smallest_fitting(found.config, found.arch, found.target, pins, memory_limit)
     fixed = f" with {pins}" if str(pins) else ""
     if larger is not None:
         hint = f"the smallest {found.target.chip.name} target that fits is {larger.target.name}"
-    elif memory_limit is not None and least.memory.total <= limit_of(found.target, None):
+    elif memory_limit is not None and needs <= limit_of(found.target, None):
         hint = "a device has more than that: raise the limit"
     elif str(pins):
         hint = "with this fixed no larger one fits either: fix less of it"
@@ -73,10 +82,13 @@ def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None) -> Inpu
     batch = state_bytes(apply(found.config, least.candidate), found.arch, least.candidate.shape).batch
     if batch > found.limit:
         hint += f"; the tokens of a batch alone take {gib(batch)}: lower train.global_batch"
+    which, by = (" of those that the compiler was asked about", " by its word") if compiled else ("", "")
+    may = found.allowed if compiled else found.limit
+    sizes = (gib(needs), gib(may)) if gib(needs) != gib(may) else (f"{needs:,} bytes", f"{int(may):,}")
     return InputError(
-        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least "
-        f"({words(least.candidate)}, {found.config.train.precision}) needs {gib(least.memory.total)} on a device, and "
-        f"{gib(found.limit)} may be used; {hint}"
+        f"the model fits nowhere on {found.target.name}{fixed}: the layout that takes the least{which} "
+        f"({words(least.candidate)}, {found.config.train.precision}) needs {sizes[0]} on a device{by}, and "
+        f"{sizes[1]} may be used; {hint}"
     )
 
 
