@@ -1,6 +1,7 @@
 """Checkpoints: bit-exact, resharded, complete or not there, and clear about what is wrong."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -158,17 +160,18 @@ def test_a_failed_write_names_the_folder_and_keeps_the_good_ones(saved):
 
 def test_what_a_failed_save_still_writes_does_not_stop_the_next_one(saved):
     left = saved.folder / "2.orbax-checkpoint-tmp" / "state"
-    removed, done = threading.Event(), threading.Event()
+    written, done = threading.Event(), threading.Event()
 
     def write():
         while not done.is_set():
-            left.mkdir(parents=True, exist_ok=True)
-            (left / f"{time.monotonic_ns()}").touch()
-            removed.set()
+            with contextlib.suppress(FileNotFoundError):  # removed between its two lines
+                left.mkdir(parents=True, exist_ok=True)
+                (left / f"{time.monotonic_ns()}").touch()
+            written.set()
 
     stray = threading.Thread(target=write)
     stray.start()
-    removed.wait()
+    written.wait()
     threading.Timer(0.3, done.set).start()
     saved.save(3, small(3), {})
     saved.wait()
@@ -240,6 +243,17 @@ def test_a_damaged_checkpoint_is_told(saved):
         describe(saved.folder, 2)
 
 
+def test_damaged_numbers_are_told_too(saved):
+    """What describes the array is sound, so that it is met only while its numbers are read."""
+    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)))}
+    saved.save(1, state, {})
+    saved.wait()
+    numbers = max(saved.folder.glob("1/state/**/d/*"), key=lambda path: path.stat().st_size)
+    numbers.write_bytes(numbers.read_bytes()[: numbers.stat().st_size // 2])
+    with pytest.raises(InputError, match=r"checkpoint 1 in .* is damaged: \w+: Error reading"):
+        saved.restore(1, abstract(state))
+
+
 def test_describe_needs_no_devices_and_nothing_is_printed(tmp_path):
     script = f"""
 import jax, jax.numpy as jnp, resource, sys
@@ -280,21 +294,42 @@ else:
         describe(tmp_path / "none")
 
 
-def test_a_second_error_of_the_same_save_is_not_printed_by_asyncio(saved, caplog):
-    saved.save(1, small(), {})  # the filter is set by the first writer
-    saved.wait()
-    for file in ("site-packages/orbax/checkpoint/path.py", "elsewhere/path.py"):
-        space = {}
-        exec(compile("def write():\n    raise OSError(28, 'No space left on device')", file, "exec"), space)
+def failing(file: str, text: str = "No space left on device"):
+    """A function of that file that raises an error with that text."""
+    space = {}
+    exec(compile(f"def fail():\n    raise OSError(28, {text!r})", file, "exec"), space)
+    return space["fail"]
 
-        async def leave(write):
-            asyncio.get_running_loop().run_in_executor(None, write)  # as of two writes that fail together
+
+ORBAX, OTHER = "site-packages/orbax/checkpoint/path.py", "elsewhere/path.py"
+
+
+def test_a_second_error_of_the_same_save_is_not_printed_by_asyncio(saved, caplog):
+    texts = {"(of Orbax)": ORBAX, "(as [tensorstore_spec={}] says)": OTHER, "(of others)": OTHER}
+    for text, file in texts.items():
+
+        async def leave(fail):
+            asyncio.get_running_loop().run_in_executor(None, fail)  # as of two writes that fail together
 
         with asyncio.Runner() as runner:
-            runner.run(leave(space["write"]))
+            runner.run(leave(failing(file, text)))
         gc.collect()
-    told = [record for record in caplog.records if record.name == "asyncio"]
-    assert len(told) == 1 and "never retrieved" in told[0].getMessage() and "elsewhere" in caplog.text
+    said = [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+    assert [text for text in texts if any(text in one for one in said)] == ["(of others)"]
+
+
+def test_an_error_that_nobody_waits_for_is_not_printed_by_python(saved, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", told := [].append)
+    Checkpoints(saved.folder)
+    hook, seen = sys.unraisablehook, told.__self__
+    for fail in (failing(ORBAX), failing(OTHER)):
+        try:
+            fail()
+        except OSError as error:
+            hook(SimpleNamespace(exc_value=error, exc_traceback=error.__traceback__))
+    hook(SimpleNamespace(exc_value=RuntimeError("Event loop is closed"), exc_traceback=None))
+    (left,) = seen
+    assert OTHER in left.exc_traceback.tb_next.tb_frame.f_code.co_filename
 
 
 def test_the_layout_on_disk_is_as_documented(saved):

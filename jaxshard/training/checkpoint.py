@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -152,8 +153,12 @@ class Checkpoints:
         reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
         try:
             flat = reader.restore(self.folder / str(step), args=ocp.args.Composite(state=args))["state"]
-        except (OSError, ValueError, KeyError) as error:
-            raise damaged(self.folder, step, error) from error
+        except Exception as error:
+            # Orbax wraps what it meets while it reads an array's numbers, and nothing else, in a bare Exception.
+            met = error.__cause__ if type(error) is Exception else error
+            if not isinstance(met, (OSError, ValueError, KeyError)):
+                raise
+            raise damaged(self.folder, step, met) from error
         finally:
             reader.close()
         return jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted]), found.meta
@@ -248,7 +253,8 @@ def _quiet() -> None:
 
     def hook(unraisable: Any) -> None:
         # Of several reads or writes that fail together, the later ones find nobody waiting for them any more.
-        if str(unraisable.exc_value) != "Event loop is closed":
+        error = unraisable.exc_value
+        if str(error) != "Event loop is closed" and not _from_orbax(unraisable.exc_traceback, str(error)):
             previous(unraisable)
 
     hook.quiet = True
@@ -257,9 +263,14 @@ def _quiet() -> None:
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     # asyncio reports in its own name the later of several errors, or a task that ends with its event loop.
-    frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
-    files = [record.pathname, record.getMessage(), *(frame.f_code.co_filename for frame, _ in frames)]
-    return not any("orbax" in text for text in files)
+    stack = record.exc_info[2] if record.exc_info else None
+    return not _from_orbax(stack, record.pathname, record.getMessage())
+
+
+def _from_orbax(stack: TracebackType | None, *texts: str) -> bool:
+    """Whether Orbax, or tensorstore below it, is named in the texts or by a frame of the stack."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(stack)]
+    return any(name in text for text in (*texts, *files) for name in ("orbax", "tensorstore"))
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
