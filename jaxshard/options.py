@@ -295,6 +295,8 @@ def _explain(message: str, options: list[Option]) -> str:
         return _explain_unknown(found[1].split()[0], by_name)
     if found := re.match(r"argument --([\w.]+): expected one argument", message):
         return f"--{found[1]} needs a value: {describe(by_name[found[1]].hint)}"
+    if found := re.match(r"argument --([\w.]+): expected 2 arguments", message):
+        return f"--{found[1]} needs two values, written --{found[1]} A B. {by_name[found[1]].doc}"
     key = re.search(r'Parser key "([^"]+)"', message)
     value = re.search(r"Given value: (.*)", message, re.S) or re.search(r"Got value: (.*)", message, re.S)
     if not key or not value or key[1] not in by_name:

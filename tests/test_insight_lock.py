@@ -62,7 +62,7 @@ def test_an_exceeded_lock_fails_with_the_difference(command, small, capsys):
     changed("a.json", bytes_over_model=now // 2)
     assert command("explain --lock a.json") == 1
     said = capsys.readouterr().out
-    assert f"exceeds the lock: bytes over model: {now:,}, locked {now // 2:,} (+100.0 %)" in said
+    assert f"exceeds the lock: bytes over tp: {now:,}, locked {now // 2:,} (+100.0 %)" in said
     assert command("explain --lock a.json --tolerance 1.1") == 0
     # Using less than what is locked is no failure.
     changed("a.json", bytes_over_model=2 * now)
@@ -111,12 +111,16 @@ def test_two_explanations_are_compared(command, small, capsys):
         Path(name).write_text(capsys.readouterr().out)
     assert command("explain --compare a.json b.json") == 0
     said = capsys.readouterr().out
-    assert "bytes over model" in said and "+100.0 %" in said and "row-parallel output" in said
+    assert "bytes over tp" in said and "+100.0 %" in said and "row-parallel output" in said
+    assert ": all-reduce over tp" in said and "over model" not in said and "over data" not in said
     assert [line.split() for line in said.splitlines() if line.startswith("  zero")] == [["zero", "1", "2"]]
     assert command("explain --compare a.json a.json") == 0
     assert "no difference" in capsys.readouterr().out
     assert command("explain --compare a.json c.json") == 2
     assert "explain --json > c.json" in capsys.readouterr().err
+    for line in ("--compare a.json", "--compare", "--compare=a.json --json"):
+        assert command(f"explain {line}") == 2
+        assert capsys.readouterr().err.startswith("error: --compare needs two values, written --compare A B. Two files")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,21 @@ def test_a_report_goes_into_the_folder_that_is_named_and_no_other(command, capsy
         Path(folder).mkdir(parents=True)
     assert command("explain") == 0
     assert not Path("runs/default/report.html").exists()
+    capsys.readouterr()
     assert command("explain --output mine") == 0
     assert Path("mine/report.html").exists()
+    assert capsys.readouterr().out.startswith("mine holds no run: what is explained is what the other options say\n")
+
+
+def test_an_output_folder_that_is_not_there_is_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr(explain, "explain_config", lambda *_: pytest.fail("compiled"))
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/config.yaml").write_text(config_to_yaml(Config()))
+    for line in ("explain --output runs/frist", "explain --schedule --output runs/frist"):
+        assert command(line) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --output runs/frist: there is no such folder") and error.count("\n") == 1
+        assert "(did you mean 'first'?)" in error
 
 
 def test_the_run_that_is_named_is_explained(tmp_path, monkeypatch, capsys):

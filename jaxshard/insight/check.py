@@ -190,7 +190,7 @@ class _Comparison:
         joins = self.platform != "gpu" and row.kind == "all-reduce" and row.axes == ("replica", "data")
         if not joins or row.axes in known or ("data",) not in known:
             return [row]
-        self.rewrites[f"{text}: one all-reduce over replica and data, for a reduce-scatter and one of the parts"] = None
+        self.rewrites[f"{text}: one all-reduce over replica and dp, for a reduce-scatter and one of the parts"] = None
         part = replace(row, axes=("replica",), bytes=row.bytes // self.facts.mesh.data)
         return [replace(row, axes=("data",)), part]
 

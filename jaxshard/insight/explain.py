@@ -16,11 +16,12 @@ from jaxshard.insight.absent import shape_for
 from jaxshard.insight.check import Check, check
 from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
 from jaxshard.insight.confirm import compile_step, tokenizer_size
+from jaxshard.insight.explain_options import check_options, named_folder
 from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import Target, chip_of, parse_target
 from jaxshard.insight.ledger import Row, bytes_by_axis, rows
-from jaxshard.insight.lock import check_same, check_writable, differences, hold, read_lock
+from jaxshard.insight.lock import check_same, differences, hold, read_lock
 from jaxshard.insight.loops import Scope
 from jaxshard.insight.schedule_view import show_schedule
 from jaxshard.insight.shrink_advice import LargeBuffer, large_buffers
@@ -280,20 +281,6 @@ def _compiler(platform: str) -> str:
     return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
-def _check_options(target: str, files: dict[str, str | None], given: Given) -> None:
-    """Refuses, before anything is compiled, files that cannot be written and options that a target makes idle."""
-    for name in ("devices", "fake_devices"):
-        if name in given.options and target.strip().lower() != "local":
-            raise InputError(
-                f"--{name} {given.options[name]} and --target {target} both say what the devices are: drop one"
-            )
-    for name, text in files.items():
-        if text is not None and not text.strip():
-            raise InputError(f"--{name} is empty: name a {'folder' if name == 'png' else 'file'}, or leave it out")
-        if text is not None:
-            check_writable(f"--{name}", Path(text), folder=name == "png", parents=name != "lock")
-
-
 def run(
     config: Config,
     *,
@@ -309,9 +296,10 @@ def run(
     given: Given,
 ) -> dict[str, Any]:
     """Explains a configuration's train step, compares two explanations, or draws the pipeline; see `ExplainOptions`."""
-    own = f"{config.output}/report.html" if "output" in given.options and Path(config.output or "").is_dir() else None
-    report = own if report is None else report
-    _check_options(target, {"report": report, "lock": lock, "png": png}, given)
+    folder = None if compare else named_folder(config, given, console)
+    if folder is not None and report is None and not schedule:
+        report = str(folder / "report.html")
+    check_options(target, {"report": report, "lock": lock, "png": png}, given)
     if schedule:
         return show_schedule(config, target, console, png)
     if compare:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.errors import InputError
+from jaxshard.insight.tables import in_short
 
 Figures = dict[str, float]
 _ABOUT = ("target", "mesh", "zero", "jax", "compiler")
@@ -37,7 +38,7 @@ def exceeded(result: Mapping[str, Any], lock: Mapping[str, Any], tolerance: floa
         before, after = held.get(name, 0), now.get(name, 0)
         if after > before * (1 + tolerance):
             share = f"{100 * (after / before - 1):+.1f} %" if before else "not there before"
-            found.append(f"{name}: {after:,.0f}, locked {before:,.0f} ({share})")
+            found.append(f"{in_short(name)}: {after:,.0f}, locked {before:,.0f} ({share})")
     return found
 
 

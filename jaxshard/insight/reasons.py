@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxshard.insight.facts import FLOATS, Dims, Facts
+from jaxshard.parallel.mesh import SHORT
 
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")
@@ -228,7 +229,7 @@ def _loss_part(where: Place) -> str:
 
 def _unexplained(subject: Subject, where: Place, facts: Facts) -> str:
     """No rule asks for it: what it looks like."""
-    axes = " and ".join(subject.axes)
+    axes = " and ".join(SHORT[axis] for axis in subject.axes)
     if where.scope == "loss" and (facts.vocab in subject.dims or _whole_vocab(facts) in subject.dims):
         return f"logits travel over {axes}: the loss is not vocabulary-parallel"
     if _whole_vocab(facts) in subject.dims and facts.width in subject.dims and subject.kind == "all-gather":

@@ -24,6 +24,12 @@ def axes_text(axes: Sequence[str]) -> str:
     return "+".join(SHORT.get(axis, axis) for axis in axes) or "-"
 
 
+def in_short(name: str) -> str:
+    """A figure's name, which ends with its axes, with those as --mesh names them: "bytes over dp+tp"."""
+    what, over, axes = name.rpartition(" over ")
+    return f"{what}{over}{axes_text(axes.split('+'))}" if over else name
+
+
 def show(found: "Explanation", console: Console) -> None:
     """Prints everything that was found, the judgement last."""
     zero = "" if found.zero is None else f", ZeRO-{found.zero}"
@@ -204,7 +210,7 @@ def show_differences(files: Sequence[str], found: "Differences", console: Consol
         console.table("What is compared", ("what", *files), found.about)
     for title, rows in (("Figures that differ", found.figures), ("Bytes a step that differ, by reason", found.reasons)):
         if rows:
-            cells = [(name, f"{a:,.0f}", f"{b:,.0f}", _change(a, b)) for name, a, b in rows]
+            cells = [(in_short(name), f"{a:,.0f}", f"{b:,.0f}", _change(a, b)) for name, a, b in rows]
             console.table(title, ("what", *files, "change"), cells)
 
 
