@@ -408,7 +408,9 @@ def test_command_writes_the_same_on_another_mesh(folder, capsys):
     for mesh in ("pp=2,dp=2", "tp=4"):
         options = ["--prompt", "def ", "--max_new_tokens", "6", "--greedy", "--samples", "2", "--mesh", mesh]
         assert run(["generate", "--output", str(folder), "--json", *options]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+        out, err = capsys.readouterr()
+        assert "compiling for 2 samples of up to 6 tokens ...\n" in err
+        results.append(json.loads(out))
     assert results[0] == results[1]
     assert results[0]["step"] == 7 and results[0]["prompt"] == "def "
     assert [sample["tokens"] for sample in results[0]["samples"]] == [6, 6]

@@ -41,6 +41,14 @@ def command(small, monkeypatch, tmp_path):
     return run
 
 
+def test_what_is_waited_for_is_said_and_not_within_json(command, capsys):
+    assert command("explain") == 0
+    assert capsys.readouterr().out.startswith("compiling the step for cpu:8 ...\ncpu:8, mesh dp=4,tp=2")
+    assert command("explain --target cpu:8 --json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["target"] == "cpu:8" and err.startswith("compiling the step for cpu:8 ...\n")
+
+
 def changed(file: str, **figures: float) -> None:
     lock = json.loads(Path(file).read_text())
     lock["figures"] |= {name.replace("_", " "): value for name, value in figures.items()}

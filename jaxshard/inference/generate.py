@@ -258,6 +258,7 @@ def run(
         console.warn(f"beyond {room:,} new tokens the text is longer than what the model was made for (max_seq_len)")
     sampling = Sampling(temperature, top_k, top_p, greedy)
     write = generator(program)
+    console.line(f"compiling for {samples} sample{'s' * (samples > 1)} of up to {max_new_tokens:,} tokens ...")
     written = write(params, [ids] * samples, max_new_tokens, sampling, config.train.seed, tokenizer.eod)
     results = []
     for number, new in enumerate(written, 1):

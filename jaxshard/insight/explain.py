@@ -310,6 +310,7 @@ def run(
     kept = read_lock(lock) if lock else None
     if lock and kept is not None:
         check_same(lock, kept, _about(config, target))  # before minutes of compiling
+    console.line(f"compiling the step for {_hardware(config, target).name} ...")
     found = explain_config(config, target, threshold)
     show(found, console)
     result = found.to_dict()
