@@ -91,9 +91,10 @@ def test_a_full_disk_is_one_clear_message(tmp_path):
 
 
 def test_a_full_disk_under_tensorboard_is_told_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("tensorboardX.event_file_writer.socket.gethostname", lambda: "host")
-    monkeypatch.setattr("jaxshard.training.metrics.uuid.uuid4", lambda: types.SimpleNamespace(hex="x"))
-    monkeypatch.setattr("tensorboardX.event_file_writer.time.time", lambda: 1.0)
+    name = types.SimpleNamespace
+    monkeypatch.setattr("tensorboardX.event_file_writer.socket", name(gethostname=lambda: "host"))
+    monkeypatch.setattr("tensorboardX.event_file_writer.time", name(time=lambda: 1.0))
+    monkeypatch.setattr("jaxshard.training.metrics.uuid", name(uuid4=lambda: name(hex="x")))
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.1.0.host.x").symlink_to("/dev/full")
     with pytest.raises(InputError, match="No space left"):
