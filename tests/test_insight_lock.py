@@ -221,6 +221,18 @@ def test_long_lists_of_weights_are_cut_in_a_pipe(command, small, capsys):
     assert "blocks.attention.key, blocks.attention.value … and 5 more (" in said and "mlp.gate" not in said
 
 
+def test_rows_that_are_alike_are_one_line_with_all_their_calls(command, small, capsys):
+    row = replace(small.rows[0], reason="a reason", bytes=5 * 2**20, count=4, exact=True, is_async=False)
+    others = (replace(row, name="b"), replace(row, name="c"))
+    for different in (replace(row, bytes=6 * 2**20), replace(row, source="x.py:1"), replace(row, count=1)):
+        found = replace(small, rows=(row, *others, different))
+        assert command("explain", found) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if "a reason" in line]
+        calls = [line[line.index("MiB") + 1] for line in lines]
+        assert sorted(calls) == sorted(["12", str(different.count)])
+        assert len(found.to_dict()["collectives"]) == 4
+
+
 def test_a_narrow_terminal_keeps_words_whole_and_an_optimizers_many_collectives_together(small):
     optimizer = replace(
         small.rows[0], family="optimizer", reason="arithmetic of the optimizer", source="muon.py:1", note=""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxshard.console import Console
@@ -93,11 +94,14 @@ def too_large(found: "Explanation") -> str:
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Each row, largest first; those of an optimizer's arithmetic, which may be many, together where they are alike."""
+    """Rows of which all is equal but the instruction together, largest first.
+
+    Those of an optimizer's arithmetic, which may be many, also where they differ in bytes, calls and line.
+    """
     groups: dict[object, list[Row]] = {}
     for row in sorted(rows, key=lambda row: -row.total):
         alike = (row.kind, row.axes, row.reason, row.note, row.source.partition(":")[0])
-        groups.setdefault(alike if row.family == "optimizer" else id(row), []).append(row)
+        groups.setdefault(alike if row.family == "optimizer" else replace(row, name=""), []).append(row)
     return sorted(groups.values(), key=lambda group: -sum(row.total for row in group))
 
 
@@ -110,7 +114,7 @@ def _cells(group: Sequence[Row], brief: bool) -> tuple[str, ...]:
     calls = str(count) if all(row.exact for row in group) else vague
     meanwhile = row.overlap or "nothing" if row.is_async else "-"
     reason = f"{row.reason}; {row.note}" if row.note else row.reason
-    if len(group) > 1:
+    if len(group) > 1 and row.family == "optimizer":
         return row.kind, axes_text(row.axes), size, calls, reason, row.source.partition(":")[0], "each its own (--json)"
     weights = _first_weights(row.parameters) if brief else row.parameters
     source = f"{weights} ({row.source})" if weights and row.source else weights or row.source
