@@ -1,10 +1,11 @@
 """Optimizer state in host memory: where it lies, that the numbers stay, and what the compilers say about its bytes."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,8 +21,9 @@ from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.invariance import compile_quickly
 from jaxshard.training.program import Program, build_program, class_bytes
 from jaxshard.training.state import TrainState
+from jaxshard.training.update import Cut, table_turns
 
-VOCAB, LENGTH, ROWS = 64, 16, 8
+VOCAB, LENGTH, ROWS = 1024, 16, 8  # a table of 32 columns is larger than a layer, and goes through in several turns
 needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
 needs_gpu = pytest.mark.skipif(
     not absent._installed("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
@@ -29,13 +31,15 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-def config(mesh: str, zero: int, optimizer: str, d: int = 32, layers: int = 4, **train: Any) -> Config:
+def config(
+    mesh: str, zero: int, optimizer: str, d: int = 32, layers: int = 4, vocab: int = VOCAB, **train: Any
+) -> Config:
     heads = max(4, d // 128)
     return Config(
         mesh=mesh,
         zero=zero,  # type: ignore[arg-type]
         model=ModelConfig(
-            family="llama", vocab_size=VOCAB, d_model=d, n_layers=layers, n_heads=heads, n_kv_heads=heads // 2,
+            family="llama", vocab_size=vocab, d_model=d, n_layers=layers, n_heads=heads, n_kv_heads=heads // 2,
             d_ff=2 * d, attention="xla",
         ),
         data=DataConfig(seq_len=LENGTH),
@@ -172,9 +176,11 @@ def test_resumed_state_lies_in_host_memory_and_goes_on(streamed, tmp_path):
     assert same((kept.params, kept.masters, kept.moments), (after.params, after.masters, after.moments))
 
 
-def compiled(target: str, d: int, layers: int, mesh: str = "dp=2,tp=2", **train: Any) -> tuple[Program, Memory]:
+def compiled(
+    target: str, d: int, layers: int, mesh: str = "dp=2,tp=2", vocab: int = 64, **train: Any
+) -> tuple[Program, Memory]:
     """The train step for an absent target, with activations that take next to nothing."""
-    small = config(mesh, 1, "adamw", d, layers, precision="bf16", remat="full", **train)
+    small = config(mesh, 1, "adamw", d, layers, vocab, precision="bf16", remat="full", **train)
     confirmed = compile_step(small, parse_target(target), buffers=True)
     assert isinstance(confirmed.result, Compiled) and not confirmed.result.spmd_warnings
     return confirmed.program, confirmed.result.memory
@@ -213,6 +219,40 @@ def temporaries_stay_flat(target: str, d: int) -> None:
     assert beside[1] < 2 * layer + 32 * 2**20, (beside, layer)
 
 
+def tables_go_through_in_turns(target: str, mesh: str, d: int) -> None:
+    """Tables of five layers each, and beside the gradients less than two layers of masters and moments."""
+    program, found = compiled(target, d, 2, mesh, vocab=51_200, **OFFLOAD)
+    sizes, weights = class_bytes(program), program.abstract.params
+    elements = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+    layer = elements(weights["blocks"]) / 2 / elements(weights) * (sizes["moments"] + sizes["masters"])
+    assert weights["embedding"]["tokens"].size > 5 * elements(weights["blocks"]) / 2
+    assert found.temporaries - sizes["gradients"] < 2 * layer + 32 * 2**20
+
+
+def test_tables_are_cut_into_whole_rows_of_at_most_a_layer():
+    turns = partial(table_turns, platform="gpu")
+    assert turns(128_256, 2048, 60_821_504) == 6  # 4.3 layers; neither 4.3 nor 5 parts have whole rows
+    assert turns(50_304, 768, 50_304 * 768) == 1
+    assert turns(2 * 25_057, 512, 25_057 * 200) == 1, "only single rows would be equal: not worth a loop"
+    assert table_turns(32_000, 1024, 8_000_000, "tpu") == 5
+    assert table_turns(32_000, 1000, 8_000_000, "tpu") == 1 < turns(32_000, 1000, 8_000_000)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_a_cut_takes_every_row_once_and_puts_it_back(shards):
+    table = jnp.arange(24 * 3).reshape(24, 3)
+    cut = Cut(shards, 2, 12 // shards)
+    new = split = cut.split(table)
+    seen = []
+    for turn in range(cut.turns):
+        part = cut.take(split, jnp.int32(turn))
+        assert part.shape == (2 * shards, 3)
+        seen += np.asarray(part[:, 0] // 3).tolist()
+        new = cut.put(new, -part, jnp.int32(turn))
+    assert sorted(seen) == list(range(24))
+    np.testing.assert_array_equal(new.reshape(24, 3), -table)
+
+
 @needs_tpu
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "host"])
@@ -224,6 +264,7 @@ def test_bytes_on_a_tpu(mode):
 @pytest.mark.slow
 def test_streamed_temporaries_on_a_tpu():
     temporaries_stay_flat("v5e:2x2", 2048)  # Smaller ones fit into on-chip memory, which is not counted.
+    tables_go_through_in_turns("v5e:2x2", "dp=2,tp=2", 1024)
 
 
 @needs_tpu
@@ -231,6 +272,7 @@ def test_streamed_temporaries_on_a_tpu():
 def test_a_narrow_table_on_a_tpu():
     """A device's part of the embedding is [32, 16], which TPUs hold the other way round."""
     compiled("v5e:2x4", 64, 2, "dp=4,tp=2", **OFFLOAD)
+    compiled("v5e:2x4", 64, 2, "dp=4,tp=2", vocab=8192, **OFFLOAD)
 
 
 @needs_gpu
@@ -245,6 +287,7 @@ def test_bytes_on_a_gpu(mode):
 @pytest.mark.slow
 def test_streamed_temporaries_on_a_gpu():
     temporaries_stay_flat("h100:4", 1024)
+    tables_go_through_in_turns("h100:1", "dp=1", 1024)
 
 
 @needs_gpu

@@ -43,6 +43,8 @@ from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat
 from jaxshard.parallel.rules import ZERO_TABLES, zero_stage
 from jaxshard.parallel.schedule import make
+from jaxshard.training.optimizer import rowwise
+from jaxshard.training.update import table_turns
 
 Platform = Literal["gpu", "tpu", "cpu"]
 
@@ -119,7 +121,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
         config: all but its mesh is read. Sizes that do not divide are refused elsewhere (`training.program.check_fit`).
         arch: the model.
         shape: sizes of the mesh axes.
-        platform: decides the attention kernel.
+        platform: decides the attention kernel, and which tables an offloaded update cuts.
     """
     state = state_bytes(config, arch, shape)
     saved_slots, received, chunks, microbatches = pipeline_slots(config, shape)
@@ -151,7 +153,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
         "embedding": (sums + producing, 2 * local.wide * local.wide_width, 0, 2 * head_gradient),
         "update": (max(sums, sum(groups.values())) + _relaid(config, shape, groups), 0, 0, 0),
     }
-    streamed = _streamed(config, arch, state)
+    streamed = _streamed(config, arch, shape, state, platform)
     moments["update"] = (*moments["update"][:3], streamed)
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, activations, loss, buffers = (int(x) for x in moments[moment])
@@ -315,13 +317,19 @@ def _relaid(config: Config, shape: MeshShape, groups: dict[str, int]) -> float:
     return sum(groups.values()) / shape.data if other else 0.0
 
 
-def _streamed(config: Config, arch: Architecture, state: StateBytes) -> float:
-    """Bytes of offloaded masters and moments that are on the device at a time: two layers of them, or one table."""
+def _streamed(config: Config, arch: Architecture, shape: MeshShape, state: StateBytes, platform: Platform) -> float:
+    """Bytes of offloaded masters and moments that are on the device at a time: two layers of them, or of a table."""
     if not state.offloaded or config.train.offload_mode == "host":
         return 0.0
-    layers = 2 * state.host / max(arch.n_layers, 1)
-    table = arch.vocab_size * arch.d_model / arch.parameters * state.host
-    return max(layers, table)
+    rows = table_of(arch, config.optim, config.train.precision).weights
+    spread = zero_stage(config, shape) > 0
+    local = lambda row: elements_per_device(row, shape=shape, spread=spread)
+    layer = sum(local(row) for row in rows if row.group == "blocks") * shape.stage // arch.n_layers
+    table = max(local(row) for row in rows if row.group != "blocks")
+    ways = shape.stage * shape.model
+    vocab = padded_vocab(arch.vocab_size, ways) // ways
+    turns = table_turns(vocab, table // vocab, layer, platform) if rowwise(config.optim) else 1
+    return max(2 * layer, table if turns == 1 else 2 * table // turns) * state.host / sum(map(local, rows))
 
 
 def gib(count: float) -> str:

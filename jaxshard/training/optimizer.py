@@ -155,6 +155,11 @@ def build(
     return _typed(optax.chain(direction, optax.add_decayed_weights(optim.weight_decay, decayed)), moments)
 
 
+def rowwise(optim: OptimConfig) -> bool:
+    """Whether each row of a vocabulary table is updated for itself; Adafactor looks at whole matrices."""
+    return optim.name != "adafactor"
+
+
 def _typed(tx: optax.GradientTransformation, moments: Any) -> optax.GradientTransformation:
     """Computes in the gradients' type and stores moments in theirs, which optax would take from the parameters."""
 

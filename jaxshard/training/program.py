@@ -22,7 +22,7 @@ from jaxshard.parallel.remat import parse_remat, rematerialise
 from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, zero_stage
 from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
-from jaxshard.training.optimizer import learning_rate
+from jaxshard.training.optimizer import learning_rate, rowwise
 from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.recipe import Recipe
 from jaxshard.training.state import TrainState, create, offloaded, state_logical_axes, state_shardings
@@ -165,7 +165,7 @@ def build_program(
     part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
     mode = (train.offload_mode or "stream") if offload else None
     low = offloaded(shapes, logical, offload).moments
-    update = choose_update(mode, layout, tx, part, shardings.moments, low)
+    update = choose_update(mode, layout, tx, part, shardings.moments, low, rowwise(config.optim))
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     abstract = jax.tree.map(attach, shapes, shardings)
     parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.params))

@@ -9,10 +9,12 @@ One of three functions with the same signature is chosen once, so that the train
 | streamed | host             | device     | moments and masters, both ways               | about two layers of it  |
 | hosted   | host             | host       | gradients down, parameters in their type up  | nothing of it           |
 
-Shapes: L layers, S stages. A stacked leaf is [L, ...]; where a pipeline splits L over S stages, one turn of the
-streamed loop takes one layer of every stage, [S, ...].
+Shapes: L layers, V rows of a vocabulary table, D its width. A streamed loop goes through the first dim of stacked
+leaves [L, ...] and of tables [V, D]. Where that dim is split over devices, a turn takes as many from every part: one
+layer of each stage, or some rows of each shard of the vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ def choose_update(
     part: Callable[[str], optax.GradientTransformation],
     moments: Any,
     low: Any,
+    rowwise: bool,
 ) -> Update:
     """Picks the update of a run.
 
@@ -73,9 +76,10 @@ def choose_update(
         part: the same for one group of parameters, {group: ...}; its state is that part of tx's.
         moments: shardings of the state of tx.
         low: bools in the same shape: which arrays of it lie in host memory.
+        rowwise: whether the rows of a vocabulary table are updated independently.
     """
     if mode == "stream":
-        return partial(_streamed, layout, part, moments, low)
+        return partial(_streamed, layout, part, moments, low, rowwise)
     if mode == "host":
         return partial(_hosted, layout, tx, moments, low)
     return partial(_whole, layout, tx)
@@ -136,13 +140,69 @@ class Places(NamedTuple):
     low: Any
 
 
-def _streamed(layout: Layout, part: Callable, places: Any, low: Any, grads: Any, parts: Parts, change: Change) -> Parts:
-    """One group after another, and stacked layers one after another, come to the device, are updated and go back.
+class Cut(NamedTuple):
+    """How a loop goes through arrays [N, ...] whose first dim has `shards` equal parts: `rows` of each in a turn."""
+
+    shards: int
+    rows: int
+    turns: int
+
+    @classmethod
+    def of_blocks(cls, weights: Any, stages: int) -> "Cut":
+        """One layer of every stage at a time."""
+        return cls(stages, 1, jax.tree.leaves(weights)[0].shape[0] // stages)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[N, ...] -> [shards, N / shards, ...] with several shards; else as it is."""
+        return x if self.shards == 1 else x.reshape(self.shards, x.shape[0] // self.shards, *x.shape[1:])
+
+    def take(self, x: jax.Array, turn: jax.Array) -> jax.Array:
+        """What `split` gave -> [shards * rows, ...]."""
+        if self.shards == 1:
+            return jax.lax.dynamic_slice_in_dim(x, turn * self.rows, self.rows, 0)
+        part = jax.lax.dynamic_slice_in_dim(x, turn * self.rows, self.rows, 1)
+        return part.reshape(self.shards * self.rows, *x.shape[2:])
+
+    def put(self, x: jax.Array, part: jax.Array, turn: jax.Array) -> jax.Array:
+        """Writes what `take` gave back to where it was."""
+        if self.shards == 1:
+            return jax.lax.dynamic_update_slice_in_dim(x, part, turn * self.rows, 0)
+        part = part.reshape(self.shards, self.rows, *part.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(x, part, turn * self.rows, 1)
+
+
+LANES = 128
+"""TPUs lay a table whose width is no multiple of it out by columns, and cannot write rows of that in place."""
+
+
+def table_turns(rows: int, width: int, layer: int, platform: str) -> int:
+    """Turns in which a table goes through a device, so that no turn has more elements than a layer.
+
+    Args:
+        rows, width: of the device's part of the table.
+        layer: elements of a layer on the device.
+        platform: "tpu", "gpu" or "cpu".
+
+    Returns:
+        A divisor of `rows`; 1 where the table is no larger than a layer, cannot be cut, or only into far smaller parts.
+    """
+    if platform == "tpu" and width % LANES:
+        return 1
+    least = -(-rows * width // layer)
+    return next((turns for turns in range(least, min(8 * least, rows) + 1) if rows % turns == 0), 1)
+
+
+def _streamed(
+    layout: Layout, part: Callable, places: Any, low: Any, rowwise: bool, grads: Any, parts: Parts, change: Change
+) -> Parts:
+    """One group after another comes to the device, layer by layer or table rows by table rows, and goes back.
 
     Every group has an optimizer of its own, whose state is the part of the whole state with the same paths. Counts and
     constants belong to all of them: each group begins at the old count and ends at the same new one.
     """
     place, lows, moments = _by_path(places), _by_path(low), _by_path(_down(parts.moments, low))
+    blocks = Cut.of_blocks(parts.params[STACKED], layout.shape.stage)
+    local = [math.prod(shape) for shape in _local(parts.params[STACKED], layout.optimizer[STACKED])]
     params, masters, updated = {}, {}, dict(moments)
     for group in parts.params:
         pick = lambda tree, group=group: {group: tree[group]}
@@ -152,13 +212,34 @@ def _streamed(layout: Layout, part: Callable, places: Any, low: Any, grads: Any,
         form = jax.eval_shape(tx.init, bare)
         select = lambda table, form=form: jax.tree.unflatten(jax.tree.structure(form), map(table.get, _by_path(form)))
         where = Places(pick(layout.parameters), pick(layout.optimizer), select(place), select(lows))
-        visit = _layer_by_layer if group == STACKED else _visit
-        new = visit(layout, tx, where, pick(grads), old._replace(moments=select(moments)), change)
+        old = old._replace(moments=select(moments))
+        if group == STACKED:
+            visit = partial(_in_turns, blocks, None)
+        elif rowwise:
+            visit = _visit_of_table(bare, where.optimizer, sum(local) // blocks.turns)
+        else:
+            visit = _visit
+        new = visit(layout, tx, where, pick(grads), old, change)
         params |= new.params
         masters |= new.masters or {}
         updated |= _by_path(new.moments)
     structure = jax.tree.structure(parts.moments)
     return Parts(params, masters or None, jax.tree.unflatten(structure, updated.values()))
+
+
+def _local(weights: Any, shardings: Any) -> list[tuple[int, ...]]:
+    """Shapes of one device's parts."""
+    leaves = zip(jax.tree.leaves(weights), jax.tree.leaves(shardings), strict=True)
+    return [sharding.shard_shape(leaf.shape) for leaf, sharding in leaves]
+
+
+def _visit_of_table(weights: Any, shardings: Any, layer: int) -> Callable:
+    """How to visit embedding or head: in turns of no more elements than a layer has on a device, where that divides."""
+    table, local = max(zip(jax.tree.leaves(weights), _local(weights, shardings), strict=True), key=lambda x: x[0].size)
+    platform = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform
+    turns = table_turns(local[0], math.prod(local[1:]), layer, platform)
+    cut = Cut(table.shape[0] // local[0], local[0] // turns, turns)
+    return _visit if turns == 1 else partial(_in_turns, cut, table.shape)
 
 
 def _by_path(tree: Any) -> dict[Any, Any]:
@@ -188,44 +269,28 @@ def _visit(
     return Parts(params, to_host(ordered(updated, places.optimizer)) if masters else None, moments)
 
 
-def _layer_by_layer(layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change) -> Parts:
-    """Visits a stack in a loop that writes back in place, so that two layers' moments are on the device at most.
+def _in_turns(
+    cut: Cut, shape: tuple[int, ...] | None, layout: Layout, tx, places: Places, grads: Any, old: Parts, change: Change
+) -> Parts:
+    """Visits a group in a loop that writes back in place, so that one turn's moments are on the device at a time.
 
-    For every optimizer the layers are a dim of independent weights, so a slice of it has the same update. The next
-    layer is not fetched ahead: reading it before the last one is written back would make XLA copy the whole stack.
+    What is cut: every weight or, given a `shape`, those that have it, with their masters and moments. The slices of a
+    stack are independent weights to every optimizer, and the rows of a table to those that work entry by entry, so that
+    a slice has the same update. The next one is not fetched ahead: reading it before the last one is written back would
+    make XLA copy the whole array.
     """
-    stages = layout.shape.stage
-    every = lambda tree: jax.tree.map(lambda _: True, tree)
-    stacked = Parts(every(old.params), every(old.masters), places.low)
-    start = jax.tree.map(lambda x, is_stack: _split(stages, x) if is_stack else x, old, stacked)
-    grads = jax.tree.map(partial(_split, stages), grads)
+    chosen = lambda tree: jax.tree.map(lambda x: shape in (None, x.shape), tree)
+    moments = jax.tree.map(lambda x, is_low: is_low and shape in (None, x.shape), old.moments, places.low)
+    is_cut = Parts(chosen(old.params), chosen(old.masters), moments)
+    split = lambda tree, is_cut: jax.tree.map(lambda x, cuts: cut.split(x) if cuts else x, tree, is_cut)
+    start, grads = split(old, is_cut), split(grads, is_cut.params)
 
     def turn(i, now: Parts) -> Parts:
-        take = lambda x: _take(stages, x, i)
-        # Counts are those from before the loop in every turn, so they advance once.
-        one = jax.tree.map(lambda x, first, is_stack: take(x) if is_stack else first, now, start, stacked)
-        new = _visit(layout, tx, places, jax.tree.map(take, grads), one, change, row_major)
-        return jax.tree.map(lambda x, n, is_stack: _put(stages, x, n, i) if is_stack else n, now, new, stacked)
+        # What is not cut, such as a count, is that from before the loop in every turn, so it advances once.
+        one = jax.tree.map(lambda x, first, cuts: cut.take(x, i) if cuts else first, now, start, is_cut)
+        ready = jax.tree.map(lambda x, cuts: cut.take(x, i) if cuts else x, grads, is_cut.params)
+        new = _visit(layout, tx, places, ready, one, change, row_major)
+        return jax.tree.map(lambda x, n, cuts: cut.put(x, n, i) if cuts else n, now, new, is_cut)
 
-    layers = jax.tree.leaves(old.params)[0].shape[0] // stages
-    done = jax.lax.fori_loop(0, layers, turn, start)
+    done = jax.lax.fori_loop(0, cut.turns, turn, start)
     return jax.tree.map(lambda x, like: x.reshape(like.shape), done, old)
-
-
-def _split(stages: int, x: jax.Array) -> jax.Array:
-    """[L, ...] -> [S, L / S, ...] with several stages, whose dim is the sharded one; else as it is."""
-    return x if stages == 1 else x.reshape(stages, x.shape[0] // stages, *x.shape[1:])
-
-
-def _take(stages: int, x: jax.Array, i: jax.Array) -> jax.Array:
-    """Layer i of every stage, [S, ...]."""
-    if stages == 1:
-        return jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
-    return jax.lax.dynamic_slice_in_dim(x, i, 1, 1).reshape(stages, *x.shape[2:])
-
-
-def _put(stages: int, x: jax.Array, one: jax.Array, i: jax.Array) -> jax.Array:
-    """Writes layer i of every stage."""
-    if stages == 1:
-        return jax.lax.dynamic_update_slice_in_dim(x, one, i, 0)
-    return jax.lax.dynamic_update_slice_in_dim(x, one.reshape(stages, 1, *one.shape[1:]), i, 1)
