@@ -186,7 +186,7 @@ def compiled(
     return confirmed.program, confirmed.result.memory
 
 
-OFFLOAD = {"offload": "optimizer"}
+OFFLOAD: dict[str, Any] = {"offload": "optimizer"}
 
 
 def bytes_move_to_the_host(target: str, mode: str, copied: bool = False) -> None:
