@@ -8,6 +8,7 @@ _OTHERS = ("JAX_", "XLA_", "SLURM_", "OMPI_", "PMI_", "TTY_", "FORCE_COLOR", "NO
 for _name in [name for name in os.environ if name.startswith(_OTHERS)]:
     del os.environ[_name]
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TERM"] = "xterm-256color"  # what tests take for a terminal can move its cursor
 # On a busy machine a faked device may keep the others waiting for longer than the 40 s after which XLA aborts.
 os.environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
 
