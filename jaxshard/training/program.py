@@ -121,22 +121,30 @@ def build_program(
         InputError: the mesh does not fit the devices, or the model or batch does not fit the mesh.
     """
     shape = resolve_mesh(config.mesh, len(devices))
-    zero = zero_stage(config, shape)
-    config = replace(config, zero=zero)
+    config = replace(config, zero=zero_stage(config, shape))
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
     check_fit(config, arch, shape)
     jax.config.update("jax_threefry_partitionable", True)  # What is drawn does not depend on the layout.
     if config.train.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
-    policy = POLICIES[config.train.precision]
-    train = config.train
+    recipe, whole = _recipe(config, arch, shape, devices, mesh)
+    tx, update, abstract, logical_axes = _updates(config, recipe)
+    _check_whole(config.train.allow_replicated, recipe.model, abstract, whole)
+    return Program(config, recipe.model, recipe.layout, recipe, tx, update, whole, abstract, logical_axes)
+
+
+def _recipe(
+    config: Config, arch: Architecture, shape: MeshShape, devices: Sequence[Device], mesh: jax.sharding.Mesh | None
+) -> tuple[Recipe, list[Replicated]]:
+    """The model, where it lies, and how its gradients are computed; and the weights that stay whole."""
+    train, zero, policy = config.train, zero_stage(config, shape), POLICIES[config.train.precision]
     pipeline = plan_pipeline(train, zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
     model = describe(arch, shape.stage * shape.model, dealt)
     parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout, found = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
+    layout, whole = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
@@ -149,29 +157,38 @@ def build_program(
         groups=1 if layout.deferred else layout.groups,
         vmapped=layout.deferred or shape.stage > 1,
     )
-    recipe = Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
+    return Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline), whole
+
+
+def _updates(config: Config, recipe: Recipe) -> tuple[optax.GradientTransformation, Update, TrainState, TrainState]:
+    """The optimizer's direction, how it reaches the state, and the state's shapes and logical axes."""
+    train, model, layout = config.train, recipe.model, recipe.layout
     is_row = lambda x: hasattr(x, "axes")
     roles = jax.tree.map(lambda w: w.role, model.weights, is_leaf=is_row)
     axes = jax.tree.map(lambda w: w.axes, model.weights, is_leaf=is_row)
-    optimizer = partial(build_optimizer, config.optim, sizes={"vocab": arch.vocab_size}, moments=policy.moments)
+    sizes = {"vocab": model.arch.vocab_size}
+    optimizer = partial(build_optimizer, config.optim, sizes=sizes, moments=layout.policy.moments)
     tx = optimizer(roles, axes)
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
     logical = state_logical_axes(model, layout, tx, shapes)
     offload = train.offload == "optimizer"
     for option, wanted in (("offload optimizer", offload), ("remat offload", train.remat == "offload")):
         if wanted:
-            check_host_memory(f"train.{option}", list(placed.devices.flat))
+            check_host_memory(f"train.{option}", list(layout.mesh.devices.flat))
     shardings = state_shardings(layout, shapes, logical, offload)
     part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
     mode = (train.offload_mode or "stream") if offload else None
     low = offloaded(shapes, logical, offload).moments
     update = choose_update(mode, layout, tx, part, shardings.moments, low, rowwise(config.optim))
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    abstract = jax.tree.map(attach, shapes, shardings)
-    parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.params))
-    _check_names(train.allow_replicated, weight_paths(model.weights))
-    check_replicated(found, parameter_bytes, train.allow_replicated)
-    return Program(config, model, layout, recipe, tx, update, found, abstract, logical)
+    return tx, update, jax.tree.map(attach, shapes, shardings), logical
+
+
+def _check_whole(allowed: Sequence[str], model: Model, abstract: TrainState, whole: list[Replicated]) -> None:
+    """Refuses weights that stay whole against the rules, unless they are allowed or small, and wrong names of them."""
+    _check_names(allowed, weight_paths(model.weights))
+    parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.params))
+    check_replicated(whole, parameter_bytes, allowed)
 
 
 def weight_paths(weights: Any) -> list[str]:
