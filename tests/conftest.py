@@ -3,8 +3,11 @@
 import os
 import signal
 
-# What would choose other devices, join other processes, or colour what is compared.
-_OTHERS = ("JAX_", "XLA_", "SLURM_", "OMPI_", "PMI_", "TTY_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES")
+# What would choose other devices, join other processes, silence compilers, or colour what is compared.
+_OTHERS = (
+    *("JAX_", "XLA_", "TPU_", "LIBTPU_", "TF_CPP_", "SLURM_", "OMPI_", "PMI_"),
+    *("TTY_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"),
+)
 for _name in [name for name in os.environ if name.startswith(_OTHERS)]:
     del os.environ[_name]
 os.environ["JAX_PLATFORMS"] = "cpu"
