@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -156,19 +157,30 @@ def test_numbers_on_more_layouts_and_optimizers(name):
 
 
 def test_resumed_state_lies_in_host_memory_and_goes_on(streamed, tmp_path):
-    program = streamed.program
-    with Checkpoints(tmp_path, keep=1) as saved:
-        saved.save(3, streamed.state, {})
+    resumed_goes_on(streamed, STREAMED, tmp_path)
+
+
+@pytest.mark.slow
+def test_resumed_state_goes_on_where_the_host_updates(tmp_path):
+    case = CASES["host zero-1 tp"]
+    resumed_goes_on(check_case(case), case, tmp_path)
+
+
+def resumed_goes_on(trained: Outcome, case: tuple, folder: Path) -> None:
+    """Saved after three steps, read with and without offload, and one more step that changes nothing."""
+    program = trained.program
+    with Checkpoints(folder, keep=1) as saved:
+        saved.save(3, trained.state, {})
         restored, _ = saved.restore(3, program.abstract, axes=program.logical_axes, sizes={"vocab": VOCAB})
-        bare = plain(*STREAMED[:3], tuple(STREAMED[3].items())).program
+        bare = plain(*case[:3], tuple(case[3].items())).program
         without, _ = saved.restore(3, bare.abstract, axes=bare.logical_axes, sizes={"vocab": VOCAB})
     in_place(restored)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(without)} == {"device"}
-    assert apart(restored, streamed.state) == 0 and apart(without, streamed.state) == 0
+    assert apart(restored, trained.state) == 0 and apart(without, trained.state) == 0
     counts = [int(x) for x in jax.tree.leaves(restored.moments) if x.ndim == 0]
     assert counts == [3], "a count that moves once an update, not once a layer"
     kept = jax.device_get(restored)
-    state, metrics = streamed.step(restored, program.place(batch(9, empty=True)))
+    state, metrics = trained.step(restored, program.place(batch(9, empty=True)))
     assert metrics["skipped"] == 1
     in_place(state)
     same = lambda a, b: all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))

@@ -80,6 +80,7 @@ def test_the_loss_scale_halves_doubles_and_has_a_floor():
 
 
 LAYOUTS = [("dp=1", 1, 0, 1), ("dp=4,tp=2", 8, 1, 2), ("dp=2,tp=2", 4, 2, 2), ("replica=2,dp=2", 4, 3, 1)]
+PIPELINES = [("pp=2,dp=2", 4, 1, 1), ("pp=2,dp=2,tp=2", 8, 3, 2)]
 
 
 def fp16(layout: tuple) -> tuple[Program, Any, Any]:
@@ -93,7 +94,11 @@ def with_scale(state: Any, scale: float) -> Any:
     return replace(state, loss_scale=LossScale(placed, state.loss_scale.good))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]} zero {layout[2]}")
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in PIPELINES)],
+    ids=lambda layout: f"{layout[0]} zero {layout[2]}",
+)
 def test_an_overflow_changes_nothing_but_the_scale_and_counters(layout):
     made, init, step = fp16(layout)
     state, metrics = step(init(), batch_of(made))
@@ -126,7 +131,7 @@ def decisions(layout: tuple) -> list[tuple[float, int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("pp=2,dp=2", 4, 1, 1), ("pp=2,dp=2,tp=2", 8, 3, 2)], ids=lambda layout: layout[0])
+@pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: layout[0])
 def test_a_pipeline_decides_alike(layout):
     assert decisions(layout) == decisions(LAYOUTS[0])
 
