@@ -160,8 +160,8 @@ class ExplainOptions:
     lock: str | None = None
     """JSON file of peak bytes, FLOPs and bytes per axis: written if it is not there; else what exceeds it by more than
     the tolerance is printed and the exit code is 1."""
-    tolerance: float = 0.02
-    """Share by which a locked figure may be exceeded."""
+    tolerance: float | None = None
+    """Share by which a locked figure may be exceeded, by default 0.02."""
     threshold: int | None = None
     """Unexpected bytes a step from which the exit code is 1; by default 0.5 % of all bytes, and at least 1 KiB."""
     compare: tuple[str, str] | None = None
@@ -176,8 +176,12 @@ class ExplainOptions:
         for first, second in itertools.combinations(others, 2):
             if first == "compare" or (first == "schedule" and second != "png"):
                 raise InputError(f"--{first} compiles nothing, and so --{second} beside it has no meaning: drop one")
+        if others and others[0] in ("compare", "schedule") and self.threshold is not None:
+            raise InputError(f"--{others[0]} compiles nothing, and so --threshold beside it has no meaning: drop one")
+        if self.tolerance is not None and not self.lock:
+            raise InputError(f"--tolerance {self.tolerance:g} is of --lock alone: name its file too, or drop it")
         for name, ok, must in (
-            ("tolerance", 0 <= self.tolerance < float("inf"), "0 or a positive number"),
+            ("tolerance", self.tolerance is None or 0 <= self.tolerance < float("inf"), "0 or a positive number"),
             ("threshold", self.threshold is None or self.threshold >= 0, "0 or a positive whole number"),
         ):
             if not ok:
@@ -217,6 +221,7 @@ COMMANDS = (
         "jaxshard.training.evaluate:run",
         EvalOptions(),
         lambda options: "needed",
+        wants_given=True,
         reads=(*_DEVICES, "data.", "train.global_batch", "eval.batches"),
     ),
     Command(
@@ -225,6 +230,7 @@ COMMANDS = (
         "jaxshard.inference.generate:run",
         GenerateOptions(),
         lambda options: "needed",
+        wants_given=True,
         reads=(*_DEVICES, "train.seed"),
     ),
     Command(

@@ -132,6 +132,24 @@ def test_two_explanations_are_compared(command, small, capsys):
 
 
 @pytest.mark.parametrize(
+    "line,words",
+    [
+        ("--mesh dp=2 --tolerance 0.1", "--tolerance 0.1 is of --lock alone"),
+        ("--compare a.json b.json --mesh dp=2 --target h100:8", "drop --target h100:8 --mesh dp=2"),
+        ("--compare a.json b.json --output runs", "drop --output runs"),
+        ("--compare a.json b.json --threshold 3", "--compare compiles nothing, and so --threshold"),
+        ("--mesh pp=2 --schedule --threshold 3", "--schedule compiles nothing, and so --threshold"),
+        ("--compare a.json b.json --tolerance 1", "--tolerance 1 is of --lock alone"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(line, words, monkeypatch, capsys):
+    monkeypatch.setattr(explain, "explain_config", lambda *_: pytest.fail("compiled"))
+    assert cli.run(["explain", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     "text",
     ["3", "{}", "[" * 100_000, *(json.dumps({"figures": bad}) for bad in (3, [], {"memory.peak": "x"}, {"a": True}))],
 )

@@ -16,7 +16,7 @@ from jaxshard.insight.absent import shape_for
 from jaxshard.insight.check import Check, check
 from jaxshard.insight.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
 from jaxshard.insight.confirm import compile_step, tokenizer_size
-from jaxshard.insight.explain_options import check_options, named_folder
+from jaxshard.insight.explain_options import check_compare, check_options, named_folder
 from jaxshard.insight.facts import Facts, facts_of
 from jaxshard.insight.flops import computation_flops
 from jaxshard.insight.hardware import Target, chip_of, parse_target
@@ -288,7 +288,7 @@ def run(
     target: str,
     report: str | None,
     lock: str | None,
-    tolerance: float,
+    tolerance: float | None,
     threshold: int | None,
     compare: tuple[str, str] | None,
     schedule: bool,
@@ -296,6 +296,8 @@ def run(
     given: Given,
 ) -> dict[str, Any]:
     """Explains a configuration's train step, compares two explanations, or draws the pipeline; see `ExplainOptions`."""
+    if compare:
+        check_compare(target, given)
     folder = None if compare else named_folder(config, given, console)
     if folder is not None and report is None and not schedule:
         report = str(folder / "report.html")

@@ -30,6 +30,15 @@ def check_options(target: str, files: dict[str, str | None], given: Given) -> No
             check_writable(f"--{name}", Path(text), folder=name == "png", parents=name != "lock")
 
 
+def check_compare(target: str, given: Given) -> None:
+    """Refuses what says what to explain beside --compare, which reads its two files and nothing else."""
+    idle = ([f"target {target}"] if target != "local" else []) + [
+        name if text is None else f"{name} {text}" for name, text in given.options.items()
+    ]
+    if idle:
+        raise InputError(f"--compare reads its two files and nothing else: drop --{' --'.join(idle)}")
+
+
 def named_folder(config: Config, given: Given, console: Console) -> Path | None:
     """The folder that --output names, for the page; says so where it holds no run whose step could be explained.
 

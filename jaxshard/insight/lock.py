@@ -11,6 +11,8 @@ from typing import Any
 from jaxshard.errors import InputError
 from jaxshard.insight.tables import in_short
 
+TOLERANCE = 0.02
+"""Share by which a locked figure may be exceeded where --tolerance does not say."""
 Figures = dict[str, float]
 _ABOUT = ("target", "mesh", "zero", "jax", "compiler")
 
@@ -43,7 +45,7 @@ def exceeded(result: Mapping[str, Any], lock: Mapping[str, Any], tolerance: floa
 
 
 def hold(
-    result: Mapping[str, Any], file: str, lock: Mapping[str, Any] | None, tolerance: float
+    result: Mapping[str, Any], file: str, lock: Mapping[str, Any] | None, tolerance: float | None
 ) -> tuple[str, list[str]]:
     """Holds a result against a lock, or writes it to the file where there is none yet.
 
@@ -58,7 +60,7 @@ def hold(
         except OSError as error:
             raise InputError(f"--lock {file}: cannot be written ({error.strerror}); name a file in a folder") from None
         return f"locked in {file}", []
-    return f"held against {file}", exceeded(result, lock, tolerance)
+    return f"held against {file}", exceeded(result, lock, TOLERANCE if tolerance is None else tolerance)
 
 
 def check_same(file: str, lock: Mapping[str, Any], about: Mapping[str, Any]) -> None:
