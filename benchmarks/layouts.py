@@ -217,6 +217,18 @@ All {rows} rows agree: the largest gradient error is {worst:.1e}.
 COLUMNS = ("model", "mesh", "ZeRO", "options", "loss", "gradient error", "in", "parameters", "gradients", "moments")
 
 
+def name_cells(case: Case) -> list[str]:
+    """The cells that say which row it is."""
+    options = ", ".join(f"{k} {v}" if v is not True else k for k, v in case.train.items() if k != "allow_replicated")
+    return [case.variant, case.mesh, str(case.zero), options]
+
+
+def committed(path: Path = Path(__file__).parent.parent / "docs" / "layouts.md") -> list[dict[str, str]]:
+    """The rows of the written table, by column."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")][2:]
+    return [dict(zip(COLUMNS, (cell.strip() for cell in line[1:-1].split("|")), strict=True)) for line in lines]
+
+
 def row_of(case: Case) -> tuple[list[str], float]:
     """Measures a row; returns its cells and its gradient error. Stops where the layout disagrees."""
     result = measure(case)
@@ -225,8 +237,7 @@ def row_of(case: Case) -> tuple[list[str], float]:
     worst = result.worst_gradient
     narrow = replace(case.config(), train=replace(case.config().train, precision="fp32"))
     sizes = class_bytes(build_program(narrow, jax.devices()[: case.devices]))
-    options = ", ".join(f"{k} {v}" if v is not True else k for k, v in case.train.items() if k != "allow_replicated")
-    cells = [case.variant, case.mesh, str(case.zero), options, f"{result.loss:.12f}", f"{worst.gradient:.1e}"]
+    cells = [*name_cells(case), f"{result.loss:.12f}", f"{worst.gradient:.1e}"]
     cells += [worst.path, *(f"{sizes[name]:,}" for name in ("parameters", "gradients", "moments"))]
     return cells, worst.gradient
 

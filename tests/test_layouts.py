@@ -12,9 +12,11 @@ import pytest
 from layout_table import table
 
 from jaxshard.errors import InputError
+from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.models import transformer
 from jaxshard.models.presets import architecture
 from jaxshard.parallel import layout
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training import gradients, loss
 from jaxshard.training.invariance import (
     TOLERANCE,
@@ -30,6 +32,9 @@ FAST = [case for case in table.CASES if "pp=" not in case.mesh]
 SLOW = [case for case in table.CASES if case not in FAST]
 
 
+WRITTEN = table.committed()
+
+
 def case_named(name: str):
     return next(case for case in table.CASES if str(case) == name)
 
@@ -38,9 +43,23 @@ def case_named(name: str):
 def test_every_gradient_equals_one_devices(case, capfd):
     result = table.measure(case)
     assert result.faults(TOLERANCE) == []
+    assert result.loss == pytest.approx(float(WRITTEN[table.CASES.index(case)]["loss"]), rel=1e-10)
     assert result.parameters == architecture(case.config().model, None, table.LENGTH).parameters
     # What the partitioner cannot do well it says at this level only.
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_the_written_table_is_that_of_today():
+    """Its rows and their bytes; the losses are looked at where they are computed."""
+    assert [list(row.values())[:4] for row in WRITTEN] == [table.name_cells(case) for case in table.CASES]
+    for case, row in zip(table.CASES, WRITTEN, strict=True):
+        config = case.config()
+        narrow = replace(config, train=replace(config.train, precision="fp32"))
+        sizes = state_bytes(
+            narrow, architecture(config.model, None, table.LENGTH), resolve_mesh(case.mesh, case.devices)
+        )
+        found = (sizes.parameters, sizes.gradients, sizes.optimizer)
+        assert found == tuple(int(row[name].replace(",", "")) for name in table.COLUMNS[-3:]), case
 
 
 def test_the_table_has_the_layouts_that_matter():
