@@ -23,10 +23,13 @@ from jaxshard.errors import InputError
 from jaxshard.inference import decode
 from jaxshard.inference.sampling import PLAIN, Sampling, choose
 from jaxshard.models.layers import Context
-from jaxshard.models.presets import Architecture
+from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model
+from jaxshard.options import Given
 from jaxshard.parallel.layout import Layout
-from jaxshard.parallel.mesh import open_devices, resolve_mesh
+from jaxshard.parallel.mesh import MeshShape, open_devices, resolve_mesh
+from jaxshard.training.leftovers import for_forward, own_devices
+from jaxshard.training.pipeline_plan import OPTIONS
 from jaxshard.training.program import Program, build_program
 from jaxshard.training.start import restore_parameters
 
@@ -231,6 +234,7 @@ def run(
     config: Config,
     *,
     console: Console,
+    given: Given,
     prompt: str,
     max_new_tokens: int,
     temperature: float,
@@ -248,8 +252,10 @@ def run(
         InputError: there is no such checkpoint, or the model cannot take the prompt.
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
+    config = own_devices(config, given)
     devices = open_devices(config.mesh, config.devices, config.fake_devices)
-    program = build_program(_for_generation(config, len(devices)), devices, tokenizer.vocab_size)
+    fitting = _for_generation(config, given, tokenizer.vocab_size, resolve_mesh(config.mesh, len(devices)))
+    program = build_program(fitting, devices, tokenizer.vocab_size)
     ids = prompt_ids(tokenizer, prompt)
     check_prompts(program.model.arch, [ids], max_new_tokens)
     step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
@@ -269,9 +275,9 @@ def run(
     return {"step": step, "prompt": prompt, "samples": results}
 
 
-def _for_generation(config: Config, devices: int) -> Config:
-    """The configuration without what only training needs: its batch, its schedule, and optimizer state on the host."""
-    ways = resolve_mesh(config.mesh, devices).batch_ways
-    unused = dict.fromkeys(("microbatches", "schedule", "virtual_stages", "pipeline_gather", "offload_mode"))
-    changes = dict(global_batch=ways, accumulation=1, sequence_parallel=False, offload="none", **unused)
-    return replace(config, train=replace(config.train, **changes))
+def _for_generation(config: Config, given: Given, vocab_size: int, shape: MeshShape) -> Config:
+    """The configuration without what only training needs, its batch and its schedule too."""
+    unused = {name: None for name in OPTIONS if f"train.{name}" not in given.options}
+    changes = dict(global_batch=shape.batch_ways, accumulation=1, sequence_parallel=False, **unused)
+    config = replace(config, train=replace(config.train, **changes))
+    return for_forward(given, config, architecture(config.model, vocab_size, config.data.seq_len), shape)

@@ -22,7 +22,7 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None) -
         memory=present.forecast,
         remedy=partial(present.remedy, given=given),
     )
-    return loop.run(config, console=console, resume=resume, foresight=foresight)
+    return loop.run(config, console=console, given=given, resume=resume, foresight=foresight)
 
 
 def arithmetic(program: Program) -> tuple[float, float | None]:

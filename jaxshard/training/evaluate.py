@@ -1,24 +1,33 @@
 """Loss on the held-out documents, weighted by tokens over the whole set whatever the batch size."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.data import Dataset, eval_batches
+from jaxshard.data.packing import Batch
 from jaxshard.errors import InputError
+from jaxshard.options import Given
+from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.program import Program
 from jaxshard.training.start import open_run, restore_parameters
 
 
 class Evaluator:
-    """Evaluates parameters on a data set; the function is compiled once, at the first call."""
+    """Evaluates parameters on a data set; the function is compiled once, at the first call.
 
-    def __init__(self, program: Program, dataset: Dataset):
+    A batch has `rows` rows, by default the program's; one that is smaller than the program's is filled up with padding.
+    """
+
+    def __init__(self, program: Program, dataset: Dataset, rows: int | None = None):
         self._program, self._dataset = program, dataset
+        self._rows = rows or program.config.train.global_batch
         self._compiled: jax.stages.Compiled | None = None
 
     @property
@@ -32,7 +41,8 @@ class Evaluator:
         if self._compiled is None:
             abstract = program.abstract_batch(accumulation=1)
             self._compiled = program.evaluate.lower(program.abstract.params, abstract).compile()
-        batches = eval_batches(self._dataset, config.train.global_batch, config.eval.batches)
+        empty = config.train.global_batch - self._rows
+        batches = (_filled(batch, empty) for batch in eval_batches(self._dataset, self._rows, config.eval.batches))
         # All batches are dispatched before the first result is read.
         results = [self._compiled(params, program.place(batch)) for batch in batches]
         sums = [(float(loss), int(tokens)) for loss, tokens in results]
@@ -40,14 +50,21 @@ class Evaluator:
         return {"eval_loss": math.fsum(loss for loss, _ in sums) / max(tokens, 1), "eval_tokens": tokens}
 
 
-def run(config: Config, *, console: Console, checkpoint: int | None) -> dict[str, Any]:
-    """The command `eval`: evaluates a checkpoint of the run in `config.output`.
+def _filled(batch: Batch, rows: int) -> Batch:
+    """A batch [B, T] with so many rows of padding behind it."""
+    wide = lambda name, a: np.pad(a, ((0, rows), (0, 0)), constant_values=-1 if name == "targets" else 0)
+    return {name: wide(name, a) for name, a in batch.items()} if rows else batch
+
+
+def run(config: Config, *, console: Console, given: Given, checkpoint: int | None) -> dict[str, Any]:
+    """The command `eval`: evaluates a checkpoint of the run in `config.output`, on any mesh, on the same rows.
 
     Raises:
         InputError: there is no such checkpoint, or nothing was held out.
     """
-    dataset, program = open_run(config)
-    evaluator = Evaluator(program, dataset)
+    rows = config.train.global_batch
+    dataset, program = open_run(own_devices(config, given), adapt=partial(for_forward, given))
+    evaluator = Evaluator(program, dataset, rows)
     if not evaluator.possible:
         raise InputError("no documents were held out: train with --data.eval_fraction above 0")
     step, params = restore_parameters(program, Path(config.output or "."), checkpoint)

@@ -13,19 +13,24 @@ from typing import Any
 import jax
 
 from jaxshard.config import Config
+from jaxshard.config_file import load_config
 from jaxshard.console import Console
 from jaxshard.data import Dataset, TrainLoader
 from jaxshard.errors import RunError
 from jaxshard.inference.generate import sample_text
-from jaxshard.parallel.mesh import parse_mesh
+from jaxshard.models.presets import Architecture
+from jaxshard.options import Given
+from jaxshard.parallel.mesh import MeshShape, parse_mesh
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import memory_line, show_program, size_text
 from jaxshard.training.evaluate import Evaluator
 from jaxshard.training.foresight import AUTO, Forecast, Foresight, explained
+from jaxshard.training.leftovers import dropped, own_devices, source_named, without_leftovers
 from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
 from jaxshard.training.start import (
+    CONFIG_FILE,
     changes_since,
     check_same_model,
     checkpoints,
@@ -64,12 +69,13 @@ class Run:
         return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
-def run(config: Config, *, console: Console, resume: str | None, foresight: Foresight) -> dict[str, Any]:
+def run(config: Config, *, console: Console, given: Given, resume: str | None, foresight: Foresight) -> dict[str, Any]:
     """Trains, evaluates, and says where everything is.
 
     Args:
         config: of the run.
         console: where to say it.
+        given: what stands on the command line.
         resume: "required", "auto" or None.
         foresight: what is known of memory, speed and better layouts.
 
@@ -85,7 +91,7 @@ def run(config: Config, *, console: Console, resume: str | None, foresight: Fore
     with ExitStack() as stack:
         request = stack.enter_context(stop_on_signal())
         folder = stack.enter_context(output_folder(config, resume))
-        dataset, program = open_run(config, foresight.layout)
+        dataset, program = _opened(config, folder, foresight, given, resume, console)
         config = resolved(program.config, program)
         console.line(dataset.describe())
         show_program(program, console)
@@ -108,6 +114,28 @@ def run(config: Config, *, console: Console, resume: str | None, foresight: Fore
             compiled = _compile(program, forecast, console)
             state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
+
+
+def _opened(
+    config: Config, folder: Path, foresight: Foresight, given: Given, resume: str | None, console: Console
+) -> tuple[Dataset, Program]:
+    """Opens a run; one that goes on leaves out, and says so, what it had for another mesh.
+
+    A file that the user names beside --resume states the run in full, like a new one.
+    """
+    file = folder / CONFIG_FILE
+    if not resume or "config" in given.options or not file.exists():
+        return open_run(config, foresight.layout)
+    before = load_config(file).mesh
+
+    def adapt(config: Config, arch: Architecture, shape: MeshShape) -> Config:
+        fitting = without_leftovers(given, before, config, arch, shape)
+        if said := dropped(config, fitting):
+            console.line(said)
+        return fitting
+
+    with source_named(config, given, file):
+        return open_run(own_devices(config, given), foresight.layout, adapt)
 
 
 def _show_resume(program: Program, saved: Checkpoints, changes: list[str], console: Console) -> None:

@@ -15,7 +15,8 @@ from jaxshard.config import Config
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import Device, open_devices
+from jaxshard.models.presets import Architecture, architecture
+from jaxshard.parallel.mesh import Device, MeshShape, open_devices, resolve_mesh
 from jaxshard.parallel.offload import machine_bytes
 from jaxshard.training.checkpoint import Checkpoints, describe
 from jaxshard.training.describe import size_text
@@ -30,13 +31,16 @@ FREE_TO_CHANGE = {"dropout", "attention", "max_seq_len"}
 
 
 def open_run(
-    config: Config, layout: Callable[[Config, Sequence[Device], int], Config] | None = None
+    config: Config,
+    layout: Callable[[Config, Sequence[Device], int], Config] | None = None,
+    adapt: Callable[[Config, Architecture, MeshShape], Config] | None = None,
 ) -> tuple[Dataset, Program]:
     """Reads the data, opens the devices and derives the program; compiles nothing.
 
     Args:
         config: of the run.
         layout: chooses the layout where the mesh is `AUTO`, as in `Foresight`.
+        adapt: fits the options of a saved run to its model on the mesh, where that is not `AUTO`.
 
     Raises:
         InputError: data, mesh, model or batch do not fit; see the parts.
@@ -47,6 +51,9 @@ def open_run(
     dataset = build(config.data)
     if automatic:
         config = automatic(config, devices, dataset.tokenizer.vocab_size)
+    elif adapt:
+        arch = architecture(config.model, dataset.tokenizer.vocab_size, config.data.seq_len)
+        config = adapt(config, arch, resolve_mesh(config.mesh, len(devices)))
     program = build_program(config, devices, dataset.tokenizer.vocab_size)
     check_vocabulary(dataset, program.model.arch.vocab_size)
     return dataset, program
