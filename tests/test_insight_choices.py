@@ -5,7 +5,7 @@ checks the choice and the figures behind it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -218,3 +218,35 @@ def test_every_stage_of_zero_recomputation_and_sequence_parallelism_is_searched(
 def searched(offload: bool = False) -> list[Candidate]:
     config = Config(model=TOY, data=DataConfig(seq_len=64), train=TrainConfig(precision="bf16", global_batch=BATCH))
     return candidates(config, architecture(TOY, 257, 64), parse_target(f"h100:{COUNT}"), Pins({}, {}), offload)
+
+
+@pytest.mark.parametrize(
+    "preset,pins,words",
+    [
+        ("llama3.2-1b", {"remat": "full"}, "(remat full), as pinned."),
+        ("llama3.2-1b", {"offload": "optimizer"}, "(ZeRO-Offload), as pinned."),
+        ("llama3.2-1b", {}, ""),
+    ],
+)
+def test_recomputation_and_offload_that_were_asked_for_are_not_called_necessary(preset, pins, words):
+    found = with_pins(preset, pins)
+    said = " ".join(reasons(found, found.fitting[0]))
+    assert words in said and "would not fit" not in said and "no layout of these devices fits" not in said
+
+
+def test_what_would_not_fit_without_recomputation_is_said_of_that_layout():
+    found = with_pins("llama3-8b", {"accumulation": 1, "zero": 3})
+    plan = next(plan for plan in found.fitting if plan.candidate.remat == "full")
+    assert "(remat full): with less of that this layout would not fit." in " ".join(reasons(found, plan))
+    dots = found.best(lambda c: c == replace(plan.candidate, remat="dots"))
+    assert dots and not dots[0]
+    found = with_pins("llama3.2-1b", {"accumulation": 8, "zero": 3})
+    plan = next(plan for plan in found.fitting if plan.candidate.remat == "full")
+    assert "Blocks are recomputed in the backward pass (remat full)." in reasons(found, plan)
+
+
+def with_pins(preset: str, pins: dict) -> ranking.Search:
+    model = ModelConfig(preset=preset)
+    config = Config(model=model, data=DataConfig(seq_len=8192), train=TrainConfig(precision="bf16", global_batch=64))
+    mesh = {"data": 8}
+    return ranking.search(config, architecture(model, 257, 8192), parse_target("h100:8"), Pins(mesh, pins))

@@ -20,6 +20,7 @@ from jaxshard.insight.search import Pins
 from jaxshard.insight.timeline import Timeline
 from jaxshard.models.presets import architecture
 from jaxshard.options import Given
+from jaxshard.training.program import build_program
 
 GIB = 2**30
 
@@ -64,7 +65,57 @@ def test_speeds_in_the_table_are_of_the_compiled_schedule_where_there_is_one(mon
     assert [row["tokens/s"] for row in cells[:2]] == [f"{64 * 8192:,}"] * 2  # in the one second of `Timeline` above
     assert plans[0].mfu and plans[0].seconds
     assert cells[0]["MFU"] == f"{100 * plans[0].mfu * plans[0].seconds:.0f} %"
-    assert plans[2].seconds and cells[2]["tokens/s"] == f"{64 * 8192 / plans[2].seconds:,.0f}"
+    assert plans[2].seconds and cells[2]["tokens/s"] == f"~{64 * 8192 / plans[2].seconds:,.0f}"
+
+
+def test_speeds_of_one_kind_are_not_marked(monkeypatch):
+    plans, _ = confirmed(monkeypatch, lambda config, target: _Peak(50 * GIB))
+    assert plan_tables.speed_note(plans).startswith("~ tokens/s and MFU from shapes")
+    assert plan_tables.speed_note(plans[:2]) == plan_tables.speed_note(plans[2:]) == ""
+
+
+def test_zero_1_and_2_share_a_row_where_they_are_one_program(monkeypatch):
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    found = ranking.search(
+        settings("gpt2-124m", 64, 1024),
+        architecture(ModelConfig(preset="gpt2-124m")),
+        parse_target("h100:8"),
+        Pins({"data": 8}, {"accumulation": 1, "remat": "none"}),
+    )
+    plans, notes = planner.offered(found, Given({}), 0)
+    assert sorted(plan.scored.candidate.zero for plan in plans) == [0, 1, 3]
+    assert any("same program with ZeRO-1 and ZeRO-2" in note for note in notes)
+    ones = [plan for plan in plans if plan.scored.candidate.zero == 1]
+    assert "ZeRO-2 on this mesh: the same program." in ones[0].reasons
+    several = Pins({"data": 8}, {"accumulation": 2, "remat": "none"})
+    found = ranking.search(found.config, found.arch, found.target, several)
+    plans, notes = planner.offered(found, Given({}), 0)
+    assert sorted(plan.scored.candidate.zero for plan in plans) == [0, 1, 2, 3]
+    assert not any("same program" in note for note in notes)
+
+
+def test_zero_2_without_accumulation_is_lowered_to_the_program_of_zero_1():
+    model = ModelConfig(family="gpt2", d_model=32, n_layers=2, n_heads=2, d_ff=64, vocab_size=257)
+
+    def lowered(zero, accumulation):
+        train = TrainConfig(global_batch=16, accumulation=accumulation)
+        config = Config(mesh="dp=8", zero=zero, model=model, data=DataConfig(seq_len=16), train=train)
+        program = build_program(config, jax.devices(), None)
+        return program.step.lower(program.abstract, program.abstract_batch()).as_text()
+
+    assert lowered(1, 1) == lowered(2, 1)
+    assert lowered(1, 2) != lowered(2, 2)
+
+
+def test_asking_is_said_once_and_only_before_a_compilation(monkeypatch, capsys):
+    monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
+    monkeypatch.setattr(confirm, "compile_step", lambda *args: type("Confirmed", (), {"result": _Peak(GIB)}))
+    monkeypatch.setattr(confirm, "timeline", lambda result, mesh: Timeline({"matmuls": 1.0}, {}, ()))
+    line = ["plan", "--model.preset", "gpt2-124m", "--target", "h100:8", "--train.global_batch", "64", "--confirm", "2"]
+    assert cli.run(line) == 0
+    assert capsys.readouterr().out.count("asking the compiler for h100:8 about the best 2") == 1
+    assert cli.run([*line, "--mesh", "dp=7"]) == 2
+    assert "asking" not in capsys.readouterr().out
 
 
 def test_compiled_plans_stand_in_the_order_of_their_schedules(monkeypatch):

@@ -25,6 +25,7 @@ def test_one_axis_may_take_the_rest():
     "text, part",
     [
         ("dp=4,tp", "axis=size"),
+        ("auto", "auto is for train"),
         ("dp=4,tb=2", "did you mean 'tp'"),
         ("dp=4,data=2", "twice"),
         ("dp=x", "'x'"),

@@ -1,11 +1,12 @@
 """Why a plan: what the model and the hardware ask for, and what the neighbouring layouts would cost, in words."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from jaxshard.insight.arithmetic import flops_per_token
 from jaxshard.insight.host_memory import host_limit
 from jaxshard.insight.memory import gib
-from jaxshard.insight.ranking import PREFERENCE, Scored, Search
+from jaxshard.insight.ranking import PREFERENCE, Scored, Search, same_program
 from jaxshard.insight.roofline import seconds_text
 from jaxshard.insight.search import REMATS, Candidate
 from jaxshard.parallel.mesh import MeshShape
@@ -81,7 +82,11 @@ def choice(search: Search, c: Candidate) -> Iterator[str]:
     """What the layout does about it."""
     s = c.shape
     if c.offload != "none":
-        yield "Masters and moments lie in host memory (ZeRO-Offload); without that no layout of these devices fits."
+        without = search.best(lambda other: other.offload == "none")
+        why = (
+            ", as pinned" if without is None else "" if without[0] else "; without that no layout of these devices fits"
+        )
+        yield f"Masters and moments lie in host memory (ZeRO-Offload){why}."
     if s.devices == 1:
         yield (
             "One device: nothing is split." if c.offload == "none" else "One device computes; the host holds the rest."
@@ -108,11 +113,21 @@ def choice(search: Search, c: Candidate) -> Iterator[str]:
             "over it."
         )
     if c.remat != "none":
-        yield {
-            "full": "Blocks are recomputed in the backward pass (remat full): their activations would not fit.",
-            "dots": "Matmul outputs are kept, the rest is recomputed (remat dots).",
-            "offload": "Matmul outputs wait in host memory (remat offload).",
-        }.get(c.remat, f"Activations as pinned: remat {c.remat}.")
+        what = {
+            "full": "Blocks are recomputed in the backward pass",
+            "dots": "Matmul outputs are kept, the rest is recomputed",
+            "offload": "Matmul outputs wait in host memory",
+        }.get(c.remat, "Activations are kept")
+        yield f"{what} (remat {c.remat}){_why_recomputed(search, c)}."
+
+
+def _why_recomputed(search: Search, c: Candidate) -> str:
+    """Why not the same layout with less of it."""
+    less = REMATS[: REMATS.index(c.remat)] if c.remat in REMATS else REMATS
+    found = [search.best(lambda other, remat=remat: other == replace(c, remat=remat)) for remat in less]
+    if not any(found):
+        return ", as pinned"
+    return ": with less of that this layout would not fit" if not any(each[0] for each in found if each) else ""
 
 
 def _ways(s: MeshShape) -> str:
@@ -142,6 +157,9 @@ def neighbours(search: Search, plan: Scored) -> Iterator[str]:
         if found is None:
             continue
         fits, other = found
+        if same_program(search.config, c, other.candidate):
+            yield f"{name}: the same program."
+            continue
         if not fits:
             yield f"{name}: does not fit (at least {gib(other.memory.total)} on a device)."
         elif not search.timed:

@@ -1,7 +1,7 @@
 """Asks the real compiler about a configuration, and about the plans of a search, on targets that may be absent."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -13,8 +13,8 @@ from jaxshard.insight.compile import Compiled, DoesNotFit, compile_for
 from jaxshard.insight.hardware import Target
 from jaxshard.insight.host_memory import host_limit, within_host
 from jaxshard.insight.memory import gib
-from jaxshard.insight.ranking import Scored, Search
-from jaxshard.insight.search import apply, words
+from jaxshard.insight.ranking import Scored, Search, same_program
+from jaxshard.insight.search import Candidate, apply, words
 from jaxshard.insight.timeline import Timeline, timeline
 from jaxshard.parallel.mesh import AXES
 from jaxshard.training.program import Program, build_program
@@ -25,6 +25,7 @@ high by as much (docs/planner-memory.md), but for what lies on a TPU's chip."""
 ON_CHIP = 128 * 2**20
 """Bytes of on-chip memory of a TPU, where the compiler places temporaries that the closed form counts: VMEM of a v5e or
 v6e, of both cores of a v5p, and CMEM of a v4 (jax-ml.github.io/scaling-book, part 2; Jouppi et al. 2023, TPU v4)."""
+MERGED = "A step of one pass over its batch is the same program with ZeRO-1 and ZeRO-2: its row says 1."
 TRIES = 3
 """Compilations for each plan to be confirmed, at most, where the compiler refuses."""
 
@@ -64,6 +65,8 @@ class Answers:
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
     refused: list[Refused] = field(default_factory=list)
+    asking: Callable[[str], None] = lambda name: None
+    """Called with the target's name before each compilation."""
 
     def refuse(self, scored: Scored, why: str, needs: int = 0) -> Verdict:
         """Takes a refusal down."""
@@ -160,21 +163,30 @@ def _too_large(found: Search, count: int, answers: Answers, on_host: bool) -> It
 def _fitting(found: Search, count: int, answers: Answers) -> Iterator[tuple[Scored, Verdict]]:
     """After a refusal the next smaller layout of the same mesh and stage has its turn."""
     done: set[tuple] = set()
+    seen: dict[Candidate, bool] = {}  # whether it is offered
     refused: dict[tuple, int] = {}
     good = asked = 0
     for scored in within_host(found):
         key = (scored.candidate.shape, scored.candidate.zero)
         if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
             continue
+        lower = replace(scored.candidate, zero=1)
+        if scored.candidate.zero == 2 and lower in seen and same_program(found.config, lower, scored.candidate):
+            if seen[lower]:
+                done.add(key)
+                answers.notes += [MERGED] if MERGED not in answers.notes else []
+            continue
         if good >= count:
             if key not in refused:
                 done.add(key)
+                seen[scored.candidate] = True
                 yield scored, Verdict(True)
             continue
         if asked == TRIES * count:
             return
         asked += 1
         verdict = _verdict(found, scored, answers)
+        seen[scored.candidate] = verdict.good
         if not verdict.good:
             refused[key] = scored.memory.total
             continue
@@ -195,6 +207,7 @@ def _verdict(found: Search, scored: Scored, answers: Answers) -> Verdict:
     c = scored.candidate
     on_host = c.offload != "none" or c.remat == "offload"
     config = apply(found.config, c)
+    answers.asking(found.target.name)
     try:
         result = compile_step(config, found.target, tokenizer_size(config)).result
     except (InputError, jax.errors.JaxRuntimeError) as error:

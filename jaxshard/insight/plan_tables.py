@@ -17,6 +17,9 @@ COLUMNS = (
     *("total", "compiled", "s/step", "compiled s", "tokens/s", "MFU"),
 )
 
+ABOUT = "~"
+"""Before a speed that is only from shapes, where others in the table are of compiled schedules."""
+
 
 def model_name(config: Config, arch: Architecture) -> str:
     """The preset, or family and size."""
@@ -33,12 +36,27 @@ def title(found: Search) -> str:
 
 
 def rows(found: Search, plans: "list[Plan]") -> list[tuple[object, ...]]:
-    """A row of `COLUMNS` for each plan; tokens/s and MFU are of the compiled schedule where there is one."""
+    """A row of `COLUMNS` for each plan; tokens/s and MFU are of the compiled schedule where there is one, and marked
+    where there is none beside others that have one."""
     tokens = found.config.train.global_batch * found.config.data.seq_len
-    return [(number, *_row(plan, tokens)) for number, plan in enumerate(plans, 1)]
+    mixed = bool(speed_note(plans))
+    return [
+        (number, *_row(plan, tokens, ABOUT if mixed and not plan.timeline else ""))
+        for number, plan in enumerate(plans, 1)
+    ]
 
 
-def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
+def speed_note(plans: "list[Plan]") -> str:
+    """What the mark in the table says; empty where all speeds are of one kind."""
+    if len({plan.timeline is None for plan in plans}) < 2 or not all(plan.seconds for plan in plans):
+        return ""
+    return (
+        f"{ABOUT} tokens/s and MFU from shapes; of the other plans from the compiled schedule, which is mostly slower: "
+        "between the two compare s/step, from shapes for all."
+    )
+
+
+def _row(plan: "Plan", tokens: int, mark: str) -> tuple[object, ...]:
     c, memory = plan.scored.candidate, plan.scored.memory
     seconds = plan.timeline.seconds if plan.timeline else plan.seconds
     chunks = f" x{c.virtual_stages}" if c.virtual_stages else ""
@@ -57,8 +75,8 @@ def _row(plan: "Plan", tokens: int) -> tuple[object, ...]:
         gib(plan.compiled_peak) if plan.compiled_peak else "-",
         _seconds(plan.seconds) if plan.seconds else "-",
         _seconds(plan.timeline.seconds) if plan.timeline else "-",
-        f"{tokens / seconds:,.0f}" if seconds else "-",
-        f"{100 * plan.mfu * plan.seconds / seconds:.0f} %" if plan.mfu and plan.seconds and seconds else "-",
+        f"{mark}{tokens / seconds:,.0f}" if seconds else "-",
+        f"{mark}{100 * plan.mfu * plan.seconds / seconds:.0f} %" if plan.mfu and plan.seconds and seconds else "-",
     )
 
 
@@ -100,6 +118,8 @@ def show(console: Console, found: Search, plans: "list[Plan]", notes: list[str])
     if not console.has_room(columns, cells):
         columns, cells = ("", "layout", "memory", "time"), [_stacked(row) for row in cells]
     console.table(title(found), columns, cells)
+    if note := speed_note(plans):
+        console.line(note)
     console.heading("Why the first")
     for reason in plans[0].reasons:
         console.line(f"- {reason}")

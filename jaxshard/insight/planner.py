@@ -1,9 +1,10 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
 import contextlib
+import functools
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,11 @@ def run(
             f"{arch.max_seq_len:,}: --data.seq_len."
         )
     _runs(config, arch, hardware)
-    if confirm and not best and not compiler_missing(hardware):
-        console.line(f"asking the compiler for {hardware.name} about the best {confirm}, one after the other ...")
-    found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm)
+    asking = functools.cache(
+        lambda name: console.line(f"asking the compiler for {name} about the best {confirm}, one after the other ...")
+    )
+    silent = lambda name: None
+    found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm, silent if best else asking)
     if best:
         console.command(plans[0].command)
     else:
@@ -167,11 +170,13 @@ def find(
     memory_limit: float | None,
     fewest: bool,
     confirm: int,
+    asking: Callable[[str], None] = lambda name: None,
 ) -> tuple[Search, list[Plan], list[str]]:
     """The search of a target, or of the smallest part of it with a plan, its plans, and notes as of `offered`.
 
     Args:
         memory_limit: GiB.
+        asking: called with a target's name before each compilation.
 
     Raises:
         InputError: nothing is legal, or nothing fits.
@@ -180,12 +185,14 @@ def find(
     limit = None if memory_limit is None else memory_limit * 2**30
     for part in fitting_parts(config, arch, target, pins, limit, most=target.count) if fewest else ():
         with contextlib.suppress(NothingFits):  # the compiler refuses all that should fit there
-            return part, *offered(part, given, confirm)
+            return part, *offered(part, given, confirm, asking)
     found = searched(config, arch, target, pins, limit)
-    return found, *offered(found, given, confirm)
+    return found, *offered(found, given, confirm, asking)
 
 
-def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list[str]]:
+def offered(
+    found: Search, given: Given, confirm: int, asking: Callable[[str], None] = lambda name: None
+) -> tuple[list[Plan], list[str]]:
     """Plans, best first, and notes. The best `confirm` have been compiled; what the compiler refuses is left out.
 
     Raises:
@@ -200,7 +207,7 @@ def offered(found: Search, given: Given, confirm: int) -> tuple[list[Plan], list
     if found.timed:
         notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
     plans: list[Plan] = []
-    answers = Answers(notes)
+    answers = Answers(notes, asking=asking)
     for scored, verdict in confirmed(found, confirm, answers):
         command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
         seconds = scored.seconds if found.timed else None

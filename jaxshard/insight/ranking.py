@@ -15,7 +15,7 @@ from jaxshard.insight.hardware import CHIPS, Target, parse_target
 from jaxshard.insight.memory import Memory, estimate
 from jaxshard.insight.prediction import is_known, predict_times
 from jaxshard.insight.search import Candidate, Pins, apply, candidates, obstacle
-from jaxshard.insight.state_bytes import elements_per_device, state_bytes, table_of
+from jaxshard.insight.state_bytes import effective_zero, elements_per_device, state_bytes, table_of
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.mesh import MeshShape
 
@@ -42,6 +42,12 @@ class Scored:
     seconds: float
     parts: dict[str, float]
     """Seconds by field of `StepTime`."""
+
+
+def same_program(config: Config, one: Candidate, other: Candidate) -> bool:
+    """Whether two candidates make the same program: ZeRO-1 and 2 do, where a step is one pass over its batch."""
+    stage = lambda c: effective_zero(apply(config, c), c.shape)
+    return replace(one, zero=0) == replace(other, zero=0) and stage(one) == stage(other)
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,11 @@ def parse_mesh(text: str | None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in (text or "dp=-1").split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name == "auto":
+            raise InputError(
+                f"--mesh {text!r}: auto is for train, which plans a layout, and for plan; elsewhere give each axis a "
+                "size, such as dp=4,tp=2"
+            )
         if not equals:
             raise InputError(f"--mesh {text!r}: {part!r} is not of the form axis=size, such as dp=4,tp=2")
         if name not in _ALIASES:
