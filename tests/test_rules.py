@@ -1,6 +1,7 @@
 """The tables: which dim of which weight lies on which mesh axis, and what stays whole."""
 
 import io
+from dataclasses import replace
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.rules import (
+    Held,
     Replicated,
     activation_spec,
     base_axes,
@@ -58,20 +60,36 @@ def test_a_dim_that_is_split_already_may_be_split_further():
 def test_kv_heads_that_do_not_divide_stay_whole_and_are_listed():
     mesh = MeshShape(model=4)
     assert base_axes((12, 64, 2, 16), ("layers", "embed", "kv_heads", "head_dim"), mesh)[2] == ()
-    (leaf,) = replicated(
-        "blocks.attention.key", (12, 64, 2, 16), ("layers", "embed", "kv_heads", "head_dim"), mesh, 0, 4
-    )
+    key = Held("blocks.attention.key", "parameters", (12, 64, 2, 16), ("layers", "embed", "kv_heads", "head_dim"), 4)
+    (leaf,) = replicated([key, replace(key, kind="optimizer")], mesh, 0)
     assert leaf.bytes == 12 * 64 * 2 * 16 * 4 and "kv_heads = 2 does not divide by model = 4" in leaf.why
 
 
 def test_what_zero_cannot_split_is_refused_by_name_unless_allowed():
-    (leaf,) = replicated("odd", (3, 5), ("embed", None), MeshShape(data=4), 1, 4)
-    assert "(3, 5)" in leaf.why and leaf.bytes == 60
+    weight = Held("odd", "parameters", (3, 5), ("embed", None), 2)
+    state = [weight, *3 * [replace(weight, kind="optimizer", itemsize=4)]]  # a master and two moments
+    sizes = {zero: [leaf.bytes for leaf in replicated(state, MeshShape(data=4), zero)] for zero in range(4)}
+    assert sizes == {0: [], 1: [180], 2: [180], 3: [210]}
+    assert replicated(state, MeshShape(replica=4, model=2), 3) == []
+    leaf = Replicated("odd", 60, replicated(state, MeshShape(data=4), 1)[0].why)
+    assert "(3, 5)" in leaf.why
     check_replicated([leaf], 60 * 101, ())
     with pytest.raises(InputError, match=r"odd: no dim of \(3, 5\) divides by data = 4.*allow_replicated '\[odd\]'"):
         check_replicated([leaf], 60 * 99, ())
     check_replicated([leaf], 60, ("odd",))
+    with pytest.raises(InputError, match=r"60 of 60 bytes.*allow_replicated '\[other, odd\]'"):
+        check_replicated([leaf], 60, ("other",))
     check_replicated([Replicated("kv", 60, "kv_heads = 2 does not divide by model = 4")], 60, ())
+
+
+def test_moments_that_lack_the_dim_that_divides_are_listed_by_their_own_shape():
+    mesh = MeshShape(data=4)
+    weight = Held("up", "parameters", (2, 130, 256), ("layers", "embed", "mlp"), 4)
+    rows = Held("up", "optimizer", (2, 130), ("layers", "embed"), 4)
+    columns = Held("up", "optimizer", (2, 256), ("layers", "mlp"), 4)
+    count = Held("", "optimizer", (), (), 4)
+    (leaf,) = replicated([weight, count, rows, columns], mesh, 3)
+    assert leaf == Replicated("up", 1040, "no dim of its moments (2, 130) divides by data = 4 (ZeRO-3)")
 
 
 def test_activations():

@@ -3,13 +3,15 @@
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import pytest
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.errors import InputError
+from jaxshard.insight.shardable import unsharded
+from jaxshard.models.presets import architecture
 from jaxshard.parallel import rules
 from jaxshard.parallel.mesh import MeshShape, parse_mesh, resolve_mesh
 from jaxshard.training.describe import zero_notes
@@ -22,6 +24,7 @@ SIZES = {"fp32": (4, 4, 0), "bf16": (2, 4, 4), "pure-bf16": (2, 2, 0)}
 """Bytes of one parameter, of one moment, and of one master."""
 COUNTERS = 12
 """Bytes of the state's three counters: step, skipped, skipped in a row."""
+ADAMW, ADAFACTOR = OptimConfig(), OptimConfig(name="adafactor")
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,19 @@ class Row:
         sizes = parse_mesh(self.mesh)
         return resolve_mesh(self.mesh, math.prod(sizes.values()))
 
-    def program(self, **model) -> Program:
+    def config(self, optim: OptimConfig = ADAMW, **model) -> Config:
         sizes = dict(d_model=D, d_ff=F, n_layers=L, n_heads=HEADS, n_kv_heads=HEADS, vocab_size=V)
-        config = Config(
+        return Config(
             mesh=self.mesh,
+            optim=optim,
             zero=self.zero,
             model=ModelConfig(family="llama", tie_embeddings=False, **(sizes | model)),
             data=DataConfig(seq_len=T),
             train=TrainConfig(global_batch=B, precision=self.precision, accumulation=self.accumulation),
         )
-        return build_program(config, jax.devices()[: self.shape.devices])
+
+    def program(self, optim: OptimConfig = ADAMW, **model) -> Program:
+        return build_program(self.config(optim, **model), jax.devices()[: self.shape.devices])
 
     def formula(self) -> dict[str, int]:
         """ZeRO (Rajbhandari et al. 2020, section 5) with matrices split by tp; every size here divides."""
@@ -207,7 +213,55 @@ def test_what_cannot_shard_is_refused_or_reported():
         "blocks.norm2.scale",
         "head.norm.scale",
     }
-    assert all(leaf.bytes in (66 * 4, 66 * 4 * L) and "data = 4" in leaf.why for leaf in program.replicated)
+    # A parameter and two moments of each.
+    assert {leaf.bytes for leaf in program.replicated} == {3 * 66 * 4, 3 * 66 * 4 * L}
+    assert all("data = 4" in leaf.why for leaf in program.replicated)
+
+
+WIDE = dict(d_model=130, n_heads=32, n_kv_heads=32, head_dim=4, d_ff=256, vocab_size=512)
+"""Adafactor factors its weights; of their dims only the width does not divide by 4."""
+
+
+@pytest.mark.parametrize("zero, precision", [(1, "fp32"), (3, "bf16")])
+def test_what_is_listed_as_whole_is_what_lies_whole(zero, precision):
+    """Adafactor's rows and columns lack dims of their weights, and are listed where they lack the one that divides."""
+    program = Row("dp=4", zero, precision).program(ADAFACTOR, **WIDE)
+    asked = [program.abstract.moments, program.abstract.masters]
+    asked += [program.abstract.params] if zero == 3 else []
+    whole = [x for x in jax.tree.leaves(asked) if x.ndim and not any(x.sharding.spec)]
+    size = sum(x.size * x.dtype.itemsize for x in whole)
+    assert sum(leaf.bytes for leaf in program.replicated) == size
+    assert {leaf.path for leaf in program.replicated} > {"blocks.attention.query", "blocks.mlp.down", "head.out"}
+    assert any(leaf.why.startswith("no dim of its moments (2, 130) divides") for leaf in program.replicated)
+
+
+@pytest.mark.parametrize("optim", [ADAMW, ADAFACTOR], ids=lambda optim: optim.name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_one_per_cent_is_that_of_the_whole_state(zero, precision, optim):
+    """A run and the planner refuse the same, with the bytes that lie whole of all bytes of the state."""
+    row, uneven = Row("dp=4", zero, precision), WIDE | dict(n_heads=2, n_kv_heads=2, head_dim=66, d_ff=258)
+    config = row.config(optim, **uneven)
+    arch = architecture(config.model)
+    said = unsharded(arch, optim, precision, row.shape, zero, ()) or ""
+    with pytest.raises(InputError) as refused:
+        build_program(config, jax.devices()[:4])
+    assert str(refused.value) == said
+    names = re.search(r"--train.allow_replicated '\[(.*)\]'", said)
+    assert names
+    allowed = tuple(names[1].split(", "))
+    config = replace(config, train=replace(config.train, allow_replicated=allowed))
+    program = build_program(config, jax.devices()[:4])
+    assert unsharded(arch, optim, precision, row.shape, zero, allowed) is None
+    total = class_bytes(replace(program, abstract=jax.tree.map(_everywhere, program.abstract)))
+    total = total["parameters"] + total["masters"] + total["moments"]
+    whole = sum(leaf.bytes for leaf in program.replicated)
+    assert said.startswith(f"{whole:,} of {total:,} bytes of parameters, masters and moments (")
+
+
+def _everywhere(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    whole = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
 
 
 def test_zero_without_a_data_axis_says_that_it_changes_nothing():

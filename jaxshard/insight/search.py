@@ -275,7 +275,7 @@ def _shards(arch: Architecture, config: Config, shape: MeshShape, zero: int) -> 
     """Whether the state can be split over the data axis as the stage asks (`rules.check_replicated`)."""
     if zero == 0 or shape.data == 1:
         return True
-    return unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated) is None
+    return unsharded(arch, config.optim, config.train.precision, shape, zero, config.train.allow_replicated) is None
 
 
 def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> str | None:
@@ -301,5 +301,6 @@ def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
         except InputError as error:
             return str(error)
         if not _shards(arch, config, shape, candidate.zero):
-            return unsharded(arch, config.optim, config.train.precision, shape, config.train.allow_replicated)
+            allowed = config.train.allow_replicated
+            return unsharded(arch, config.optim, config.train.precision, shape, candidate.zero, allowed)
     return None

@@ -17,7 +17,7 @@ from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.rules import ZERO_TABLES, add_data_axis, base_axes, zero_stage
-from jaxshard.training.optimizer import build, state_axes
+from jaxshard.training.optimizer import build, owners, state_axes
 
 BATCH_ARRAYS = 4
 """inputs, targets, segments and positions, int32 each."""
@@ -25,12 +25,17 @@ BATCH_ARRAYS = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One array of the state: top-level group of the parameters, whole shape, logical axes, bytes of a number."""
+    """One array of the state: the path of its weight ("" without one), whole shape, logical axes, bytes of a number."""
 
-    group: str
+    path: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     itemsize: int
+
+    @property
+    def group(self) -> str:
+        """Top-level group of the parameters."""
+        return self.path.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,17 @@ def effective_zero(config: Config, shape: MeshShape) -> int:
 @cache
 def elements_per_device(row: Row, shape: MeshShape, spread: bool) -> int:
     """Elements of a weight on one device; the vocabulary is padded for the mesh."""
-    vocab = shape.stage * shape.model
-    sizes = tuple(padded_vocab(n, vocab) if a == "vocab" else n for n, a in zip(row.shape, row.axes, strict=True))
+    sizes = padded(row, shape)
     axes = base_axes(sizes, row.axes, shape)
     if spread:
         axes = add_data_axis(sizes, row.axes, axes, shape) or axes
     return math.prod(sizes) // math.prod(getattr(shape, axis) for dim in axes for axis in dim)
+
+
+def padded(row: Row, shape: MeshShape) -> tuple[int, ...]:
+    """The whole shape, with the vocabulary padded for the mesh."""
+    ways = shape.stage * shape.model
+    return tuple(padded_vocab(n, ways) if a == "vocab" else n for n, a in zip(row.shape, row.axes, strict=True))
 
 
 @lru_cache(maxsize=32)
@@ -144,19 +154,15 @@ def table_of(arch: Architecture, optim: OptimConfig, precision: str) -> Table:
     tx = build(optim, roles, axes, {"vocab": arch.vocab_size}, policy.moments)
     kind = policy.gradients if policy.masters else policy.parameters
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, kind), model.weights, is_leaf=is_row)
-    weights = _rows(shapes, axes, itemsize=jnp.dtype(policy.parameters).itemsize)
+    weights = _rows(shapes, axes, shapes, itemsize=jnp.dtype(policy.parameters).itemsize)
     moments = jax.eval_shape(tx.init, shapes)
-    return Table(weights, _rows(moments, state_axes(tx, shapes, axes)))
+    return Table(weights, _rows(moments, state_axes(tx, shapes, axes), shapes))
 
 
-def _rows(tree: Any, axes: Any, itemsize: int = 0) -> tuple[Row, ...]:
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = structure.flatten_up_to(axes)
-    group = lambda path: next((str(k.key) for k in path if hasattr(k, "key")), "")
-    return tuple(
-        Row(group(path), tuple(leaf.shape), tuple(logical), itemsize or leaf.dtype.itemsize)
-        for (path, leaf), logical in zip(leaves, names, strict=True)
-    )
+def _rows(tree: Any, axes: Any, params: Any, itemsize: int = 0) -> tuple[Row, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    rows = zip(owners(tree, params), leaves, structure.flatten_up_to(axes), strict=True)
+    return tuple(Row(path, tuple(x.shape), tuple(dims), itemsize or x.dtype.itemsize) for path, x, dims in rows)
 
 
 def zero_bytes(parameters: float, devices: int, stage: int, weights: int = 2, gradients: int = 2, optimizer: int = 12):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxshard.parallel.mesh import MeshShape
 from jaxshard.parallel.precision import Policy
 from jaxshard.parallel.remat import WEIGHT_NAME
-from jaxshard.parallel.rules import Replicated, WeightSpecs, activation_spec, replicated, spec_entry, weight_specs
+from jaxshard.parallel.rules import WeightSpecs, activation_spec, spec_entry, weight_specs
 
 BATCH_AXES = ("replica", "data")
 
@@ -144,22 +144,16 @@ _lift.defvjp(_lift_forward, _lift_backward)
 
 def build_layout(
     mesh: Mesh, shape: MeshShape, weights: Any, zero: int, policy: Policy, sequence_parallel: bool, parts: int
-) -> tuple[Layout, list[Replicated]]:
+) -> Layout:
     """Applies the rules to a table of weights (rows with `shape` and `axes`).
 
-    `parts` is the number of pieces in which a step takes its batch: accumulation steps x microbatches.
-    Returns the layout, and the list of weights that stay whole against the rules.
-    """
+    `parts` is the number of pieces in which a step takes its batch: accumulation steps x microbatches."""
     row = lambda x: hasattr(x, "axes")
     deferred = zero <= 1 and parts > 1 and shape.batch_ways > 1
     # Without accumulation ZeRO-1 has no reason to hold a whole gradient: it is reduced straight into its shards.
     tables = 2 if zero == 1 and not deferred else zero
     specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, tables), weights, is_leaf=row)
-    found = []
-    for path, w in jax.tree_util.tree_leaves_with_path(weights, is_leaf=row):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found += replicated(name, w.shape, w.axes, shape, zero, jnp.dtype(policy.parameters).itemsize)
-    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, deferred), found
+    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, deferred)
 
 
 def group_spec(spec: PartitionSpec) -> PartitionSpec:

@@ -68,7 +68,7 @@ def zero_stage(config: Config, shape: MeshShape) -> int:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A weight that stays whole on an axis although the rules ask to shard it."""
+    """A weight, or what the optimizer holds for it, that stays whole on an axis although the rules ask to shard it."""
 
     path: str
     bytes: int
@@ -139,46 +139,91 @@ def weight_specs(shape: Sequence[int], logical: Sequence[str | None], mesh: Mesh
     return WeightSpecs(base, pick("parameters"), pick("gradients"), pick("optimizer"))
 
 
-def replicated(
-    path: str, shape: Sequence[int], logical: Sequence[str | None], mesh: MeshShape, zero: int, itemsize: int
-) -> list[Replicated]:
-    """Says for one weight where it stays whole although the rules ask to shard it."""
+@dataclass(frozen=True)
+class Held:
+    """One array of the state, as far as it decides what may stay whole.
+
+    Attributes:
+        path: of the weight that it belongs to, or "" where it belongs to none.
+        kind: its column in the tables above: parameters or optimizer (masters and moments).
+        shape, axes: of the whole array; moments may lack dims of their weight.
+        itemsize: bytes of a number.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
+def replicated(arrays: Sequence[Held], mesh: MeshShape, zero: int) -> list[Replicated]:
+    """Says of a state where it stays whole although the rules ask to shard it, weight by weight.
+
+    Bytes are those of the parameter where its own axes do not divide, and of all arrays that --zero asks to split and
+    that cannot be: with ZeRO-1 and 2 masters and moments, with ZeRO-3 parameters too. Moments count by their own
+    shapes: Adafactor's rows may lack the one dim of a matrix that divides.
+    """
+    weights = {array.path: array for array in arrays if array.kind == "parameters"}
+    found: list[Replicated] = []
+    whole: dict[tuple[str, tuple[int, ...]], int] = {}
+    for array in arrays:
+        axes = base_axes(array.shape, array.axes, mesh)
+        if array.kind == "parameters":
+            found += _off_their_axes(array, axes, mesh)
+        asked = (
+            array.kind in ZERO_TABLES[zero]
+            and array.path
+            and math.prod(array.shape) > 1
+            and getattr(mesh, ZERO_AXIS) > 1
+        )
+        if asked and add_data_axis(array.shape, array.axes, axes, mesh) is None:
+            key = array.path, array.shape
+            whole[key] = whole.get(key, 0) + array.bytes
+    for (path, shape), size in whole.items():
+        what = f"{shape}" if path in weights and weights[path].shape == shape else f"its moments {shape}"
+        why = f"no dim of {what} divides by {ZERO_AXIS} = {getattr(mesh, ZERO_AXIS)} (ZeRO-{zero})"
+        found.append(Replicated(path, size, why))
+    order = {path: i for i, path in enumerate(weights)}
+    return sorted(found, key=lambda leaf: order.get(leaf.path, len(order)))
+
+
+def _off_their_axes(weight: Held, axes: Sequence[tuple[str, ...]], mesh: MeshShape) -> list[Replicated]:
     found = []
-    size = math.prod(shape) * itemsize
-    axes = base_axes(shape, logical, mesh)
-    for dim, name, got in zip(shape, logical, axes, strict=True):
+    for dim, name, got in zip(weight.shape, weight.axes, axes, strict=True):
         for axis in WEIGHT_RULES.get(name or "", ()):
             ways = getattr(mesh, axis)
             if ways > 1 and axis not in got:
-                found.append(Replicated(path, size, f"{name} = {dim} does not divide by {axis} = {ways}"))
-    if zero and getattr(mesh, ZERO_AXIS) > 1 and add_data_axis(shape, logical, axes, mesh) is None:
-        ways = getattr(mesh, ZERO_AXIS)
-        found.append(Replicated(path, size, f"no dim of {tuple(shape)} divides by {ZERO_AXIS} = {ways} (ZeRO-{zero})"))
+                why = f"{name} = {dim} does not divide by {axis} = {ways}"
+                found.append(Replicated(weight.path, weight.bytes, why))
     return found
 
 
-def check_replicated(found: Sequence[Replicated], parameter_bytes: int, allowed: Sequence[str]) -> None:
+def check_replicated(found: Sequence[Replicated], state_bytes: int, allowed: Sequence[str]) -> None:
     """Refuses a layout that leaves more than 1 % of the state replicated against --zero.
 
-    Moments and masters lie as their parameters do, so the share of the parameters is the share of the state.
-
     Args:
-        found: weights that stay whole.
-        parameter_bytes: of all parameters, in the type that `found` counts in.
-        allowed: paths that may stay whole.
+        found: what stays whole.
+        state_bytes: of the whole state: parameters, masters and moments.
+        allowed: paths of weights that may stay whole, with what belongs to them.
 
     Raises:
         InputError: names the leaves and how to allow them.
     """
     bad = [leaf for leaf in found if "ZeRO" in leaf.why and leaf.path not in allowed]
     total = sum(leaf.bytes for leaf in bad)
-    if total > 0.01 * parameter_bytes:
+    if total > 0.01 * state_bytes:
         names = "; ".join(f"{leaf.path}: {leaf.why}" for leaf in bad[:3])
+        paths = dict.fromkeys((*allowed, *(leaf.path for leaf in bad)))
+        share = f"{100 * total / state_bytes:.1f} %"
         raise InputError(
-            f"{total:,} of {parameter_bytes:,} bytes of parameters ({100 * total / parameter_bytes:.1f} %) and their "
-            f"optimizer state cannot be sharded as --zero asks: "
-            f"{names}. Change dp, or allow them: --train.allow_replicated "
-            f"'[{', '.join(leaf.path for leaf in bad)}]'"
+            f"{total:,} of {state_bytes:,} bytes of parameters, masters and moments ({share}) "
+            f"cannot be sharded as --zero asks: {names}. Change dp, or allow them: --train.allow_replicated "
+            f"'[{', '.join(paths)}]'"
         )
 
 

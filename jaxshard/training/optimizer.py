@@ -276,22 +276,33 @@ def state_axes(tx: optax.GradientTransformation, params: Any, axes: Any) -> Any:
         A pytree like the state of `tx`, of tuples of logical axes (() for scalars).
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    owners = {
+    weights = {
         path: (tuple(leaf.shape), _distinct(leaf.shape), names)
         for (path, leaf), names in zip(leaves, structure.flatten_up_to(axes), strict=True)
     }
-    probe = [jax.ShapeDtypeStruct(owners[path][1], leaf.dtype) for path, leaf in leaves]
+    probe = [jax.ShapeDtypeStruct(weights[path][1], leaf.dtype) for path, leaf in leaves]
     abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     true, true_structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, abstract))
     traced = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, jax.tree.unflatten(structure, probe))))
     found = []
     for path, leaf in true:
-        owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
+        owner = _owner(path, weights)
         if owner is None:
             found.append((None,) * leaf.ndim)
         else:
-            found.append(_kept(leaf.shape, traced[path].shape if path in traced else None, *owners[owner]))
+            found.append(_kept(leaf.shape, traced[path].shape if path in traced else None, *weights[owner]))
     return jax.tree.unflatten(true_structure, found)
+
+
+def owners(state: Any, params: Any) -> list[str]:
+    """Path of the parameter that each leaf of a state belongs to, such as blocks.mlp.up; "" where it has none."""
+    known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return [name(_owner(path, known) or ()) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _owner(path: Any, known: Any) -> Any:
+    return next((path[i:] for i in range(len(path) + 1) if path[i:] in known), None)
 
 
 def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:

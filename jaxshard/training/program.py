@@ -19,13 +19,13 @@ from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
-from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, zero_stage
+from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, replicated, zero_stage
 from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate, rowwise
 from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.recipe import Recipe
-from jaxshard.training.state import TrainState, create, offloaded, state_logical_axes, state_shardings
+from jaxshard.training.state import TrainState, create, held, offloaded, state_logical_axes, state_shardings
 from jaxshard.training.step import train_step
 from jaxshard.training.update import Update, choose_update
 
@@ -41,7 +41,7 @@ class Program:
         recipe: how gradients are computed.
         tx: the optimizer's direction.
         update: how the direction reaches parameters, masters and moments, wherever they lie.
-        replicated: weights that stay whole against the rules.
+        replicated: weights that stay whole against the rules, or whose moments do.
         abstract: shapes, types and shardings of the state.
         logical_axes: names of the dims of every array of the state.
     """
@@ -127,16 +127,16 @@ def build_program(
     jax.config.update("jax_threefry_partitionable", True)  # What is drawn does not depend on the layout.
     if config.train.precision == "fp64":
         jax.config.update("jax_enable_x64", True)
-    recipe, whole = _recipe(config, arch, shape, devices, mesh)
+    recipe = _recipe(config, arch, shape, devices, mesh)
     tx, update, abstract, logical_axes = _updates(config, recipe)
-    _check_whole(config.train.allow_replicated, recipe.model, abstract, whole)
+    whole = _whole(config.train.allow_replicated, recipe.model, recipe.layout, abstract, logical_axes)
     return Program(config, recipe.model, recipe.layout, recipe, tx, update, whole, abstract, logical_axes)
 
 
 def _recipe(
     config: Config, arch: Architecture, shape: MeshShape, devices: Sequence[Device], mesh: jax.sharding.Mesh | None
-) -> tuple[Recipe, list[Replicated]]:
-    """The model, where it lies, and how its gradients are computed; and the weights that stay whole."""
+) -> Recipe:
+    """The model, where it lies, and how its gradients are computed."""
     train, zero, policy = config.train, zero_stage(config, shape), POLICIES[config.train.precision]
     pipeline = plan_pipeline(train, zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
@@ -144,7 +144,7 @@ def _recipe(
     parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout, whole = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
+    layout = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
@@ -157,7 +157,7 @@ def _recipe(
         groups=1 if layout.deferred else layout.groups,
         vmapped=layout.deferred or shape.stage > 1,
     )
-    return Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline), whole
+    return Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
 
 
 def _updates(config: Config, recipe: Recipe) -> tuple[optax.GradientTransformation, Update, TrainState, TrainState]:
@@ -184,11 +184,15 @@ def _updates(config: Config, recipe: Recipe) -> tuple[optax.GradientTransformati
     return tx, update, jax.tree.map(attach, shapes, shardings), logical
 
 
-def _check_whole(allowed: Sequence[str], model: Model, abstract: TrainState, whole: list[Replicated]) -> None:
-    """Refuses weights that stay whole against the rules, unless they are allowed or small, and wrong names of them."""
+def _whole(
+    allowed: Sequence[str], model: Model, layout: Layout, abstract: TrainState, axes: TrainState
+) -> list[Replicated]:
+    """What stays whole against the rules; refuses it, unless allowed or small, and wrong names of what is allowed."""
     _check_names(allowed, weight_paths(model.weights))
-    parameter_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract.params))
-    check_replicated(whole, parameter_bytes, allowed)
+    arrays = held(abstract, axes)
+    found = replicated(arrays, layout.shape, layout.zero)
+    check_replicated(found, sum(array.bytes for array in arrays), allowed)
+    return found
 
 
 def weight_paths(weights: Any) -> list[str]:

@@ -12,8 +12,8 @@ from jaxshard.models.transformer import Model
 from jaxshard.parallel.layout import Layout
 from jaxshard.parallel.offload import in_host_memory
 from jaxshard.parallel.precision import LossScale
-from jaxshard.parallel.rules import weight_specs
-from jaxshard.training.optimizer import state_axes
+from jaxshard.parallel.rules import Held, weight_specs
+from jaxshard.training.optimizer import owners, state_axes
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +85,20 @@ def offloaded(abstract: TrainState, axes: TrainState, offload: bool) -> TrainSta
         masters=jax.tree.map(lambda _: True, abstract.masters),
         moments=jax.tree.map(follows, abstract.moments, axes.moments),
     )
+
+
+def held(abstract: TrainState, axes: TrainState) -> list[Held]:
+    """Parameters, masters and moments, each with the weight that it belongs to."""
+    found = []
+    for kind, tree, names in (
+        ("parameters", abstract.params, axes.params),
+        ("optimizer", abstract.masters, axes.masters),
+        ("optimizer", abstract.moments, axes.moments),
+    ):
+        leaves, structure = jax.tree.flatten(tree)
+        rows = zip(owners(tree, abstract.params), leaves, structure.flatten_up_to(names), strict=True)
+        found += [Held(path, kind, tuple(x.shape), tuple(dims), x.dtype.itemsize) for path, x, dims in rows]
+    return found
 
 
 def state_shardings(layout: Layout, abstract: TrainState, axes: TrainState, offload: bool = False) -> TrainState:
