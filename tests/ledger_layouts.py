@@ -90,6 +90,7 @@ SLOW = {
 }
 
 DEEP = LLAMA | {"n_layers": 8}
+SMALL = LLAMA | {"n_layers": 2}
 
 
 def pipeline(mesh, zero=0, model=None, **train):
@@ -104,6 +105,8 @@ PIPELINES = {
         "pp=2,dp=2,tp=2", 1, virtual_stages=2, accumulation=2, microbatches=2, **SP
     ),
     "1f1b, tp sp, full": pipeline("pp=4,tp=2", remat="full", **SP),
+    "1f1b, wide tp sp": pipeline("pp=2,tp=4", model=SMALL, **SP),
+    "gpipe, wide tp sp, single layers": pipeline("pp=2,tp=4", model=SMALL, schedule="gpipe", remat="full", **SP),
     "1f1b, zero 2": pipeline("pp=2,dp=4", 2),
     "gpipe, zero 2 with tp": pipeline("pp=2,dp=2,tp=2", 2, schedule="gpipe"),
     "1f1b, zero 3": pipeline("pp=2,dp=4", 3),

@@ -5,7 +5,16 @@ from ledger_layouts import FAST, PIPELINES, TESTED, agreeing
 
 TARGET = "v5e:2x4"
 QUICK = "hsdp zero 3, accumulation, sp"
-LEFT_OUT = ("gpipe", "1f1b, zero 2", "interleaved, tp", "1f1b, zero 3", "1f1b, tp sp, full", "gpt2 1f1b, zero 1")
+LEFT_OUT = (
+    "gpipe",
+    "1f1b, zero 2",
+    "interleaved, tp",
+    "1f1b, zero 3",
+    "1f1b, tp sp, full",
+    "1f1b, wide tp sp",
+    "gpipe, wide tp sp, single layers",
+    "gpt2 1f1b, zero 1",
+)
 """Compiled for H100s, and by benchmarks/ledger.py."""
 NAMES = [name for name in TESTED if name not in LEFT_OUT]
 EACH = [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow], id=name) for name in NAMES]

@@ -10,7 +10,7 @@ tables that several devices hold whole may take any way, within `expected.vector
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxshard.insight.expected import Expected, expected, open_families, vector_bounds
+from jaxshard.insight.expected import Expected, chosen, expected, open_families, vector_bounds
 from jaxshard.insight.facts import Facts
 from jaxshard.insight.ledger import Row
 from jaxshard.insight.reasons import FAMILIES
@@ -74,6 +74,7 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
     vectors = [row for row in rows if row.family == "vector"]
     rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
     rows = compare.without_padding(rows)
+    wanted = chosen(wanted, lambda family, axes: sum(compare.summed(row, family, axes) for row in rows))
     for family in dict.fromkeys([row.family for row in (*wanted, *rows) if row.family != "vector"]):
         compare.family(
             family,
@@ -126,6 +127,11 @@ class _Comparison:
             self.rewrites["fp32 arrays travel as bf16, half the bytes: a TPU's products round them to it"] = None
             return replace(row, bytes=row.bytes * 2)
         return row
+
+    def summed(self, row: Row, family: str, axes: tuple[str, ...]) -> int:
+        """Bytes that a row sums, as asked for, if it is of this family and over these axes."""
+        sums = row.family == family and row.axes == axes and row.kind in ("reduce-scatter", "all-reduce")
+        return self.as_asked(row).total if sums else 0
 
     def family(self, family: str, rows: list[Row], wanted: list[Expected]) -> None:
         """Compares the bytes of one family over each set of axes."""

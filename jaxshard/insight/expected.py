@@ -23,8 +23,8 @@ embedding's gradient. Over `stage` go F + B permutes of S, and sums that tell al
 output for the loss, the first input gradient for the embedding, both of whose vocabulary lies over `stage` and `model`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from jaxshard.insight.facts import Facts, WeightFact
 from jaxshard.insight.reasons import FAMILIES
@@ -49,6 +49,8 @@ class Expected:
     """A compiler may avoid it."""
     again: bool = False
     """The forward pass had it already, and a compiler may have kept it."""
+    instead: tuple["Expected", ...] = ()
+    """What a compiler may do in place of it, call by call (see `chosen`)."""
 
     @property
     def total(self) -> int:
@@ -81,8 +83,8 @@ class Passes:
     idle: int
     """Of the layers run forward, those whose chunk nobody reads, in phases of one tick: a compiler leaves them out."""
     single: bool
-    """Chunks of one layer are no loops: what is gathered twice in a tick may be gathered once, and the output of a
-    chunk that runs again is left out where no loss reads it."""
+    """One layer, or chunks of one, are no loops: what is gathered twice in a tick may be gathered once, and the output
+    of a chunk that runs again is left out where no loss reads it."""
 
     @property
     def forwards(self) -> int:
@@ -96,7 +98,7 @@ class Passes:
 def passes(facts: Facts) -> Passes:
     """From the model; in a pipeline from the schedule."""
     if facts.schedule is None:
-        return Passes(facts.layers, 0, facts.layers, 1, 1, 1, idle=0, single=False)
+        return Passes(facts.layers, 0, facts.layers, 1, 1, 1, idle=0, single=facts.layers == 1)
     phases, each = facts.schedule.phases, facts.layers // facts.schedule.chunks
     ticks = lambda runs: sum(phase.stop - phase.start for phase in phases if runs(phase))
     backward = each * ticks(lambda phase: phase.backward)
@@ -123,6 +125,21 @@ def expected(facts: Facts) -> list[Expected]:
     if facts.schedule is not None:
         found += _stages(facts, facts.schedule, runs)
     return [row for row in found if row.axes and row.total]
+
+
+def chosen(wanted: list[Expected], summed: Callable[[str, tuple[str, ...]], int]) -> list[Expected]:
+    """The expected traffic in the forms that a compiler chose: with as many calls of each as there are in all.
+
+    Args:
+        wanted: as `expected` says it; a row with `instead` has two forms.
+        summed: bytes that were found to be summed, of a family over axes. The first row of `instead` tells a call.
+    """
+    result = []
+    for row in wanted:
+        told = row.instead[0] if row.instead else row
+        calls = min(row.count, summed(told.family, told.axes) // told.bytes) if row.instead else 0
+        result += [replace(row, count=row.count - calls), *(replace(other, count=calls) for other in row.instead)]
+    return [row for row in result if row.total]
 
 
 def open_families(facts: Facts) -> dict[str, str]:
@@ -218,10 +235,16 @@ def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
 def _vocabulary(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Embedding and loss, whose vocabulary is split over stage and model."""
     axes, parts, sp = facts.used("stage", "model"), facts.accumulation, facts.sequence_parallel
-    stream = facts.stream * facts.activation_bytes
-    # Summed over stage and model, split over model alone: no one collective does that.
+    stream, calls, text = facts.stream * facts.activation_bytes, runs.embed * parts, "rows of the embedding"
     kind = "reduce-scatter" if sp and axes == ("model",) else "all-reduce"
-    yield Expected("embedding", kind, axes, stream, runs.embed * parts, "rows of the embedding")
+    instead: tuple[Expected, ...] = ()
+    if sp and axes == ("stage", "model"):
+        # Summed over both, split over model alone: no one collective does that. Whole at once, or in two, of which the
+        # second sums the parts that the first leaves.
+        scatter = Expected("embedding", "reduce-scatter", ("model",), stream, calls, f"{text}, first over model")
+        part = stream // facts.mesh.model
+        instead = (scatter, Expected("stage", "all-reduce", ("stage",), part, calls, f"{text}, then over stages"))
+    yield Expected("embedding", kind, axes, stream, calls, text, instead=instead)
     chunk = facts.batch * facts.loss_positions // facts.loss_chunks
     calls = facts.loss_chunks * runs.loss * parts
     text = "maximum, sum and target's logit of each position"
@@ -249,15 +272,22 @@ def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     else:
         yield Expected("column", kind, axes, stream, 2 * backward, "attention and MLP, backward")
     if sp:
-        text, idle = "inputs of attention and MLP, forward", runs.idle * parts
-        yield Expected("sequence", "all-gather", axes, stream, 2 * (forward - idle), text)
-        yield Expected("sequence", "all-gather", axes, stream, 2 * idle, f"{text}, in vain", optional=True)
+        text, vain = "inputs of attention and MLP, forward", (2 * runs.idle + _unread_inputs(facts, runs)) * parts
+        yield Expected("sequence", "all-gather", axes, stream, 2 * forward - vain, text)
+        yield Expected("sequence", "all-gather", axes, stream, vain, f"{text}, in vain", optional=True)
         if not facts.keeps("norm"):
             yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "the same, recomputed")
         yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "gradients of their outputs, backward")
         yield Expected("sequence", "all-gather", axes, stream, runs.loss * parts, "input of the head")
         yield Expected("sequence", "all-gather", axes, stream, runs.embed_gradient * parts, "gradient of the embedding")
     yield from _shared_heads(facts, backward)
+
+
+def _unread_inputs(facts: Facts, runs: Passes) -> int:
+    """Inputs of attention and MLP that a chunk of one layer, run again where no loss reads its output, does without."""
+    if not runs.single or facts.keeps("norm", "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out"):
+        return 0
+    return (2 if facts.saved == "full" else 1) * (runs.backward - runs.loss)
 
 
 def _stages(facts: Facts, schedule: Schedule, runs: Passes) -> Iterator[Expected]:

@@ -138,7 +138,7 @@ class Facts:
         return any(name in self.saved for name in names)
 
     def named(self, dims: Sequence[int]) -> str:
-        """Paths of the weights that have these dims in use: of one layer, or of the whole stack.
+        """Paths of the weights that have these dims in use: of one layer, of a chunk, or of the whole stack.
 
         Compilers reorder dims, flatten arrays and cut vectors into tiles, so that only the sizes above 1 count, and of
         a flat array, or of norms and biases, only the number of elements. Returns "" when there is none.
@@ -147,7 +147,7 @@ class Facts:
         if sizes in self._names:
             return self._names[sizes]
         count = (math.prod(dims),)
-        vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total)}
+        vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total, w.total // self._chunks(w))}
         return self._names.get(count, "") if len(sizes) == 1 or count[0] in vectors else ""
 
     def shard(self, dims: Sequence[int]) -> str:
@@ -189,6 +189,10 @@ class Facts:
             found = found.union(*(paths for paths in self._paths.values() if found.intersection(paths)))
         return frozenset(found - bounded)
 
+    def _chunks(self, weight: WeightFact) -> int:
+        """Pieces that a pipeline's schedule takes a stage's layers of this weight in."""
+        return self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
+
     @cached_property
     def _names(self) -> dict[Dims, str]:
         return {key: " or ".join(paths) for key, paths in self._paths.items()}
@@ -198,8 +202,9 @@ class Facts:
         """Sizes above 1, sorted, or the number of elements -> the weights that they may be."""
         table: dict[Dims, list[str]] = {}
         for weight in self.weights:
-            chunks = self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
-            shapes = [weight.local, (*weight.local, weight.layers), (*weight.local, chunks, weight.layers // chunks)]
+            chunks = self._chunks(weight)
+            each = (*weight.local, weight.layers // chunks)
+            shapes = [weight.local, (*weight.local, weight.layers), each, (*each, chunks)]
             # What is summed over replicas is a shard; so, often, is what is summed of short vectors and whole tables.
             if weight.spread and (self.mesh.replica > 1 or weight.bounded):
                 shapes += [part for dims in shapes for part in _parts(dims, self.mesh.data)]

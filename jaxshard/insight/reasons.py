@@ -193,6 +193,9 @@ def _model_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     shared = where.scope in ("embedding", "loss")
     if subject.axes == ("stage",) and summed and not shared and facts.width in subject.dims:
         return Reason("stage", FAMILIES["stage"])
+    part = facts.sequence_parallel and subject.elements * facts.mesh.model == facts.stream
+    if subject.axes == ("stage",) and summed and part and where.scope == "embedding" and where.phase != "backward":
+        return Reason("stage", _with(FAMILIES["stage"], "rows of the embedding, in parts"))
     if where.scope == "loss" and where.phase != "backward":
         if subject.elements * facts.loss_chunks == facts.batch * facts.loss_positions and summed:
             return Reason("loss", _with(FAMILIES["loss"], _loss_part(where)))
