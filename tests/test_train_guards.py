@@ -1,15 +1,18 @@
 """Runs that go wrong: nothing is lost, and what happened is said in a line."""
 
 import json
+import math
 import shutil
 import signal
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxshard.cli import run
 from jaxshard.training import loop
 from jaxshard.training.checkpoint import Checkpoints
+from jaxshard.training.skips import Skips
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -97,10 +100,76 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_what_was_good(tmp_pat
     options = ["--optim.lr", "1e30", "--optim.warmup_steps", "0", "--checkpoint.every", "1", "--train.max_skips", "4"]
     assert run([*TINY, *options, "--train.steps", "40", "--output", str(folder)]) == 1
     captured = capsys.readouterr()
-    assert "Traceback" not in captured.err and "optim.lr 1e+30" in captured.err
+    assert "Traceback" not in captured.err and "lower optim.lr (1e+30)" in captured.err
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first_bad = min(line["step"] for line in lines if line["skipped_in_row"])
-    assert max(Checkpoints(folder / "checkpoints").steps()) < first_bad
+    *before, last = Checkpoints(folder / "checkpoints").steps()
+    assert len(before) == min(3, first_bad - 1) and before[-1] < first_bad < last
+    assert f"the newest from before the skips is of step {before[-1]}" in captured.err
+    # Going on ends as clearly, and pushes out nothing but what holds the same parameters.
+    assert run(["--resume", "--output", str(folder)]) == 1
+    assert "8 updates in a row were skipped because the gradient was not finite" in capsys.readouterr().err
+    again = Checkpoints(folder / "checkpoints").steps()
+    assert again[:-1] == before and again[-1] > last
+
+
+def test_a_loss_scale_that_is_too_high_is_saved_lower(tmp_path, capsys):
+    folder = tmp_path / "run"
+    options = [
+        "--train.precision",
+        "fp16",
+        "--train.loss_scale",
+        "1e30",
+        "--train.max_skips",
+        "3",
+        "--train.steps",
+        "9",
+    ]
+    assert run([*TINY, *options, "--output", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert "3 updates in a row were skipped because the gradient was not finite" in error and "optim.lr" not in error
+    assert "there is none from before" in error and "halves it further" in error and "None" not in error
+    (step,) = Checkpoints(folder / "checkpoints").steps()
+    scalars = {"scale": jax.ShapeDtypeStruct((), "float32"), "good": jax.ShapeDtypeStruct((), "int32")}
+    wanted = {"loss_scale": scalars, "skipped_in_row": jax.ShapeDtypeStruct((), "int32")}
+    found, _ = Checkpoints(folder / "checkpoints").restore(step, wanted, partial=True)
+    assert step in (3, 4) and found["skipped_in_row"] == step
+    assert found["loss_scale"]["scale"] == pytest.approx(1e30 / 2**step)
+
+
+def step_of(row: int, tokens: int = 1) -> dict:
+    return {"skipped_in_row": row, "tokens": tokens, "grad_norm": math.nan}
+
+
+def test_skips_end_a_run_at_every_multiple_of_the_limit():
+    """A run that goes on after 3 skips has 3 more."""
+    first, second = Skips(3), Skips(3)
+    for row in (1, 2, 0, 1, 2):
+        first.add(step_of(row))
+    assert not first.ended
+    first.add(step_of(3))
+    assert first.ended == 3
+    for row in (4, 5):
+        second.add(step_of(row))
+    assert not second.ended
+    second.add(step_of(6))
+    assert second.ended == 6
+
+
+@pytest.mark.parametrize(
+    "tokens, scale, words, no_words",
+    [
+        (0, None, "no token of their batches had a target: look for broken data", "optim.lr"),
+        (1, None, "not finite: lower optim.lr (0.5), or look for broken data", "loss scale"),
+        (1, 4096.0, "The loss scale is now 4096, and a run that goes on halves it further", "optim.lr"),
+        (1, 1.0, "with the loss scale at its floor of 1: lower optim.lr (0.5)", "halves"),
+    ],
+)
+def test_what_helps_against_skips_depends_on_their_cause(tokens, scale, words, no_words):
+    skips = Skips(2)
+    said = [skips.add(step_of(row, tokens)) for row in (1, 2)]
+    assert words in skips.why(scale, 0.5) and no_words not in skips.why(scale, 0.5)
+    assert [bool(text) for text in said] == ([True, False] if tokens else [True, True])
 
 
 @pytest.mark.parametrize(

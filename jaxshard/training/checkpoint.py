@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +47,7 @@ class Checkpoints:
         self._keep = keep
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pending: tuple[int, int] | None = None  # Step and bytes of the save under way.
+        self._instead_of: Sequence[int] | None = None  # What it replaces.
         self.newest: int | None = None
         self._sweeper: threading.Thread | None = None
         _quiet()
@@ -59,7 +60,7 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], instead_of: Sequence[int] | None = None) -> bool:
         """Copies the state to the host and writes it in the background.
 
         When it returns, the arrays may be donated. An earlier save that is still under way is waited for.
@@ -68,6 +69,8 @@ class Checkpoints:
             step: finished updates.
             state: pytree of jax arrays.
             meta: JSON values: data position, configuration, ...
+            instead_of: steps of the checkpoints that are deleted once this one is complete; by default those that are
+                too old.
 
         Returns:
             False if a complete checkpoint of this step is there already, which is left as it is.
@@ -89,6 +92,7 @@ class Checkpoints:
         arrays = {path: [x.dtype.name, list(x.shape)] for path, x in flat.items()}
         content = {"arrays": arrays, "meta": dict(meta)}
         json.dumps(content)  # What is no JSON is told here and not by a thread.
+        self._instead_of = instead_of
         self._pending = step, sum(x.nbytes for x in flat.values())
         with self._clear_errors():
             if jax.process_index() == 0:
@@ -190,7 +194,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes old checkpoints: renamed first, so that none is ever there in part; then removed in a thread."""
-        gone = [self.folder / f"{step}{_DELETED}" for step in self.steps()[: -self._keep]]
+        steps = self.steps()
+        old = steps[: -self._keep] if self._instead_of is None else [step for step in self._instead_of if step in steps]
+        gone = [self.folder / f"{step}{_DELETED}" for step in old]
         for path in gone:
             path.with_name(path.name.removesuffix(_DELETED)).rename(path)
         if gone:

@@ -4,9 +4,10 @@ The metrics of step n - 1 are fetched after step n is dispatched, so the host ne
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxshard.training.leftovers import dropped, own_devices, source_named, with
 from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
+from jaxshard.training.skips import Skips
 from jaxshard.training.start import (
     CONFIG_FILE,
     changes_since,
@@ -61,6 +63,10 @@ class Run:
     flops_per_token: float
     peak_flops: float | None
     throughput: Throughput = field(default_factory=Throughput)
+
+    @cached_property
+    def skips(self) -> Skips:
+        return Skips(self.config.train.max_skips)
 
     @property
     def end(self) -> int:
@@ -179,7 +185,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
         stack.callback(batches.close)  # type: ignore[attr-defined]
         profile = stack.enter_context(_profiler(config, parts.folder))
         progress = stack.enter_context(parts.console.progress(end, start=start, every=config.log.every))
-        while step < end and not request:
+        while step < end and not request and not parts.skips.ended:
             profile(step + 1)
             state, metrics = compiled(state, program.place(next(batches), config.train.accumulation))
             step += 1
@@ -192,7 +198,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
                 # What is logged must reach as far as the checkpoint that a resumed run starts from.
                 skipping = _record(parts, progress, *pending)["skipped_in_row"] > 0
                 pending = None
-                # A checkpoint while updates are skipped holds nothing new, and would push out one from before.
+                # While updates are skipped a checkpoint would push out one from before; `_give_up` saves at their end.
                 saves = saves and not skipping
             if evaluates:
                 _evaluate(parts, step, state)
@@ -200,6 +206,8 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
                 _save(parts, step, state)
         if pending is not None:
             _record(parts, progress, *pending)
+    if parts.skips.ended:
+        _give_up(parts, step, state, start)
     return state, step
 
 
@@ -229,9 +237,9 @@ def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
             jax.profiler.stop_trace()
 
 
-def _save(parts: Run, step: int, state: TrainState) -> None:
+def _save(parts: Run, step: int, state: TrainState, instead_of: Sequence[int] | None = None) -> None:
     parts.metrics.flush()
-    if not parts.saved.save(step, state, run_facts(parts.program)):
+    if not parts.saved.save(step, state, run_facts(parts.program), instead_of):
         raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 
 
@@ -247,26 +255,38 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> d
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     if not parts.program.layout.policy.scaled:
         del values["loss_scale"]
-    if values["tokens"] == 0:
-        parts.console.warn(f"step {step}: no token of the batch has a target, so nothing was updated")
+    if said := parts.skips.add(values):
+        parts.console.warn(f"step {step}: {said}")
     parts.throughput.add(parts.config.train.global_batch * parts.config.data.seq_len)
     speed = parts.throughput.tokens_per_second
     used = mfu(speed, parts.flops_per_token, parts.peak_flops)
     progress.update(step, loss=values["loss"], tokens_per_second=speed, mfu=used)
     if step % parts.config.log.every == 0 or step == parts.end:
         parts.metrics.log(step, values | {"tokens_per_second": speed, "mfu": used})
-    skips = values["skipped_in_row"]
-    if skips == 1 and values["tokens"]:
-        parts.console.warn(f"step {step}: the gradient is not finite ({values['grad_norm']}), so nothing was updated")
-    if skips >= parts.config.train.max_skips:
-        parts.saved.wait()
-        scale = f"loss scale {values['loss_scale']:g}; " if "loss_scale" in values else ""
-        raise RunError(
-            f"step {step}: {skips} updates in a row were skipped because the gradient was not finite ({scale}optim.lr "
-            f"{parts.config.optim.lr:g}); lower it, or look for broken data. The newest checkpoint, of step "
-            f"{parts.saved.latest()}, is from before"
-        )
     return values
+
+
+def _give_up(parts: Run, step: int, state: TrainState, start: int) -> None:
+    """Saves after too many skips, and ends the run.
+
+    The parameters are those from before the skips, bit for bit, so that they could be had from there. But the loss
+    scale, the counters and the place in the data are not: without them a run that goes on would end here again and
+    again. It pushes out no checkpoint, since the cause may be older than the skips; only where they began before this
+    run did, the one that it started from, which holds the same parameters.
+    """
+    skips, saved = parts.skips, parts.saved
+    saved.wait()
+    same = [start] if skips.row > step - start else []
+    before = [each for each in saved.steps() if each not in same and each <= step - skips.row]
+    if saved.latest() != step:
+        _save(parts, step, state, instead_of=same)
+        saved.wait()
+    scale = None if state.loss_scale is None else float(state.loss_scale.scale)
+    older = f"the newest from before the skips is of step {before[-1]}" if before else "there is none from before"
+    raise RunError(
+        f"step {step}: {skips.why(scale, parts.config.optim.lr)}. Saved, with the parameters as they were: go on with "
+        f"--resume --output {parts.folder}; {older}"
+    )
 
 
 def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopRequest, began: float) -> dict[str, Any]:
