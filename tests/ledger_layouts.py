@@ -39,6 +39,10 @@ SP = {"sequence_parallel": True}
 FULL_KV = LLAMA | {"n_kv_heads": 8}
 MIXED_KV = LLAMA | {"d_model": 192, "n_heads": 12, "n_kv_heads": 3, "d_ff": 512}
 """On tp=4 each device has 3 query heads, of one kv head or of two; keys are shaped like a device's queries."""
+PADDED = LLAMA | {"d_model": 160, "n_layers": 2, "head_dim": 64, "n_kv_heads": 1, "vocab_size": 1024}
+"""On dp=4 a TPU scatters keys [160, 64] in parts of 48 rows, not 40."""
+CUT = GPT2 | {"d_model": 200, "n_layers": 1, "n_heads": 5, "d_ff": 800, "vocab_size": 2500}
+"""On dp=8 a TPU gathers the table [2560, 200] as [8, 320, 200]."""
 FAST = {
     "ddp": config("dp=8"),
     "zero 3 with tp": config("dp=4,tp=2", 3),

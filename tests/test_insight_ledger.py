@@ -6,15 +6,28 @@ The same for absent GPUs and TPUs: test_insight_ledger_gpu.py, test_insight_ledg
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
-from ledger_layouts import ALL, FULL_KV, MIXED_KV, PIPELINES, agreeing, config, ledger, program_for
+from ledger_layouts import (
+    ALL,
+    CUT,
+    FULL_KV,
+    MIXED_KV,
+    PADDED,
+    PIPELINES,
+    agreeing,
+    config,
+    ledger,
+    program_for,
+)
 
 from jaxshard.insight.check import check
 from jaxshard.insight.expected import expected
 from jaxshard.insight.facts import facts_of
 from jaxshard.insight.reasons import Subject, reason
 from jaxshard.parallel.layout import Layout
+from jaxshard.training import gradients, step
 
 CPU = "cpu:8"
 
@@ -77,6 +90,18 @@ def test_layers_updated_one_by_one_are_recognised():
     )
 
 
+def test_what_tpus_pad_and_put_side_by_side_is_recognised():
+    facts = facts_of(program_for(config("replica=2,dp=4", 1, PADDED), CPU))
+    assert facts.padded((192, 64)) == ("blocks.attention.key", 32 * 64)
+    assert facts.padded((193, 64)) == facts.padded((160, 64)) == ("", 0)
+    for zero, name in ((1, "jit(train_step)/convert_element_type"), (3, "state.params['embedding']['tokens']")):
+        facts = facts_of(program_for(config("dp=8", zero, CUT), CPU))
+        subject = Subject("all-gather", ("data",), (8, 320, 200), "bf16", name, zero == 3)
+        assert reason(subject, facts).family == ("gather" if zero == 3 else "update")
+        assert reason(replace(subject, dims=(8, 321, 200)), facts).family == ""
+        assert reason(replace(subject, op_name="jvp()/add", from_parameter=False), facts).family == ""
+
+
 def unexpected(program) -> list[str]:
     """What the comparison holds against a program."""
     found = ledger(program, CPU)
@@ -118,6 +143,53 @@ def test_a_parameter_that_stays_whole():
     # Where it is whole nothing gathers it: forward, backward or both, as the compiler lays out what it keeps.
     (missing,) = found.check.missing
     assert missing.reason == "ZeRO-3 parameter gather" and 0.9 <= missing.bytes / (4 * down.size) <= 2
+
+
+def test_moments_that_stay_whole():
+    program = program_for(config("dp=8", 1, precision="fp32"), CPU)
+    whole = program.layout.sharding(PartitionSpec())
+    lie_whole = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+    moments = jax.tree.map(lie_whole, program.abstract.moments)
+    found = ledger(replace(program, abstract=replace(program.abstract, moments=moments)), CPU)
+    assert not found.ok and found.program is not None and found.program.replicated == []
+    size = {leaf.path: leaf.bytes for leaf in found.replicated}
+    assert len(size) == 2 * len(jax.tree.leaves(program.abstract.params))  # mean and mean square
+    (down, again) = (size[path] for path in size if path.endswith("blocks.mlp.down"))
+    assert down == again == 4 * 3 * 384 * 128
+    assert all("of the moments, and the rules split them" in leaf.why for leaf in found.replicated)
+
+
+def test_small_unexpected_pieces_are_added_up(monkeypatch):
+    """The sequences are shifted and shifted back: traffic in several pieces, none of which is all of it."""
+    plain = gradients.cross_entropy
+    there_and_back = lambda x: jnp.roll(jnp.roll(x, 1, 0) * 1.5, -1, 0) / 1.5
+    moved = lambda spec, x, out, targets: plain(spec, there_and_back(x), out, targets)
+    monkeypatch.setattr(gradients, "cross_entropy", moved)
+    found = ledger(program_for(config("dp=8", precision="fp32"), CPU), CPU)
+    facts = found.facts
+    assert found.check is not None and facts is not None
+    sizes = [item.bytes for item in found.check.unexpected]
+    judged = lambda limit: check(found.rows, facts, "cpu", limit).failures
+    assert max(sizes) < sum(sizes) - 1
+    assert judged(sum(sizes) - 1) == found.check.unexpected and judged(sum(sizes)) == ()
+
+
+def test_zero_3_undone(monkeypatch):
+    """All parameters whole before the step: nothing unexpected travels, and every device holds them all at once."""
+    plain = step.gradients
+
+    def whole(recipe, params, *rest):
+        base = recipe.layout.tree(lambda specs: specs.base)
+        return plain(recipe, jax.tree.map(jax.lax.with_sharding_constraint, params, base), *rest)
+
+    monkeypatch.setattr(step, "gradients", whole)
+    found = ledger(program_for(config("dp=8", 3, precision="fp32"), CPU), CPU)
+    assert not found.ok and not found.replicated and found.facts is not None
+    assert found.check is not None and not found.check.failures
+    said = " ".join(found.check.undone)
+    assert "expected and not found" in said and "gathered in one call" in said and "blocks.mlp.down" in said
+    assert found.to_dict()["undone"] == list(found.check.undone)
+    assert check(found.rows, replace(found.facts, gathered_once=True), "cpu").undone == ()
 
 
 def test_a_sum_where_a_scatter_would_do_is_no_excuse_on_gpus():

@@ -1,7 +1,7 @@
 """Found = expected on absent TPUs (v5e), layout by layout; what their compiler does in another way is named."""
 
 import pytest
-from ledger_layouts import FAST, PIPELINES, TESTED, agreeing
+from ledger_layouts import CUT, FAST, PADDED, PIPELINES, TESTED, agreeing, config
 
 TARGET = "v5e:2x4"
 QUICK = "hsdp zero 3, accumulation, sp"
@@ -38,3 +38,16 @@ def test_an_asynchronous_gather_carried_through_a_loop_counts_once():
     found = agreeing(PIPELINES["1f1b, zero 3 gathered once"], TARGET)
     table = [row for row in found.rows if row.family == "gather" and row.form == "async fused"]
     assert table and all(row.count == 1 for row in table)
+
+
+@pytest.mark.slow
+def test_a_table_is_gathered_in_parts_side_by_side():
+    found = agreeing(config("dp=8", 1, CUT), TARGET)
+    assert any(row.family == "update" and row.bytes == 2 * 2560 * 200 for row in found.rows)
+
+
+@pytest.mark.slow
+def test_padding_of_scattered_parts_is_counted_out():
+    case = config("replica=2,dp=4", 1, PADDED, global_batch=32, precision="fp16", remat="dots")
+    check = agreeing(case, TARGET).check
+    assert check is not None and any("parts padded to whole tiles" in text for text in check.rewrites)

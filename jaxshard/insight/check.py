@@ -7,13 +7,14 @@ all-reduce in place of a reduce-scatter is not excused: it moves twice the bytes
 tables that several devices hold whole may take any way, within `expected.vector_bounds`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxshard.insight.expected import Expected, chosen, expected, open_families, vector_bounds
 from jaxshard.insight.facts import Facts
 from jaxshard.insight.ledger import Row
 from jaxshard.insight.reasons import FAMILIES
+from jaxshard.parallel.mesh import SHORT
 
 LEAST_THRESHOLD = 1024
 """Unexpected bytes of a step that never matter."""
@@ -48,10 +49,13 @@ class Check:
     threshold: int
     """Unexpected bytes that do not matter."""
 
+    undone: tuple[str, ...] = ()
+    """Rules that the program plainly does not keep, though nothing unexpected travels; in words."""
+
     @property
-    def failures(self) -> list[Difference]:
-        """Unexpected traffic that matters."""
-        return [item for item in self.unexpected if item.bytes > self.threshold]
+    def failures(self) -> tuple[Difference, ...]:
+        """All unexpected traffic where its sum matters: many small pieces weigh as much as one."""
+        return self.unexpected if sum(item.bytes for item in self.unexpected) > self.threshold else ()
 
 
 def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | None = None) -> Check:
@@ -73,6 +77,7 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
         rows = [row for row in rows if not _of_optimizer(row, facts)]
     vectors = [row for row in rows if row.family == "vector"]
     rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
+    found_gathers = [row for row in rows if row.family == "gather"]
     rows = compare.without_padding(rows)
     wanted = chosen(wanted, lambda family, axes: sum(compare.summed(row, family, axes) for row in rows))
     for family in dict.fromkeys([row.family for row in (*wanted, *rows) if row.family != "vector"]):
@@ -89,7 +94,31 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
         tuple(compare.rewrites),
         tuple(unpredicted.values()),
         limit,
+        tuple(_held_whole(found_gathers, compare.missing, facts, limit)),
     )
+
+
+def _held_whole(rows: list[Row], missing: Iterable[Difference], facts: Facts, limit: int) -> Iterator[str]:
+    """ZeRO-3 in vain: layers that stay whole because they are not gathered again, or because all come in one call.
+
+    Only where a loop goes through layers: one alone may stay, and a pipeline that gathers once a step is asked to.
+    """
+    chunk = facts.layers // (facts.schedule.chunks if facts.schedule else 1)
+    if chunk < 2 or facts.gathered_once:
+        return
+    for item in missing:
+        if item.reason == FAMILIES["gather"] and item.bytes > limit:
+            axes = " and ".join(SHORT[axis] for axis in item.axes)
+            yield (
+                f"expected and not found: {item.bytes:,} bytes a step of ZeRO-3 parameter gathers over {axes}: "
+                "every device holds weights whole beyond the layer that uses them"
+            )
+    for row in rows:
+        if row.stacked > limit:
+            yield (
+                f"{row.parameters}: {row.stacked:,} bytes of all layers are gathered in one call ({row.name}): every "
+                "device holds them whole at once"
+            )
 
 
 def _of_optimizer(row: Row, facts: Facts) -> bool:
@@ -169,6 +198,14 @@ class _Comparison:
         got = sum(row.total for row in have)
         if self.platform == "tpu":
             steps = sum(row.total for row in have if row.kind == "collective-permute" and family != "send")
+            padding = sum(row.padding * row.count for row in have)
+            if padding:
+                # Part k begins k paddings too early: the last one is as many rows off as the others are padded by.
+                shifts = steps if steps <= padding else 0
+                self.rewrites[
+                    f"{text}: parts padded to whole tiles, {padding + shifts:,} bytes with their way back"
+                ] = None
+                got, steps = got - padding - shifts, steps - shifts
             # Around a ring of n, one way or both, (n-1)/n to (n+1)/n of the bytes pass.
             if steps and 0.7 * steps <= most - (got - steps) <= 2 * steps:
                 self.rewrites[f"{text}: a collective matmul, in permutes beside the product"] = None

@@ -30,6 +30,7 @@ from jaxshard.options import Given
 from jaxshard.parallel.mesh import open_devices
 from jaxshard.parallel.rules import Replicated, zero_stage
 from jaxshard.training.program import Program
+from jaxshard.training.state import state_shardings
 
 _PACKAGES = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
 
@@ -66,7 +67,8 @@ class Explanation:
     def ok(self) -> bool:
         """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
         ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
-        return len(self.replicated) == ruled and (self.check is None or not self.check.failures)
+        agrees = self.check is None or not (self.check.failures or self.check.undone)
+        return len(self.replicated) == ruled and agrees
 
     @property
     def fits(self) -> bool:
@@ -90,6 +92,7 @@ class Explanation:
             ],
             "unexpected": [asdict(item) for item in (compared.unexpected if compared else ())],
             "missing": [asdict(item) for item in (compared.missing if compared else ())],
+            "undone": list(compared.undone if compared else ()),
             "rewrites": list(compared.rewrites if compared else ()),
             "unpredicted": list(compared.unpredicted) if compared else [self.not_compared],
             "memory": asdict(self.memory),
@@ -207,12 +210,11 @@ def explain_program(program: Program, compiled: Compiled, threshold: int | None 
 def held_whole(program: Program, compiled: Compiled) -> list[Replicated]:
     """Arrays of the state of which the compiled step takes more on a device than the rules say."""
     taken = compiled.executable.input_shardings[0][0]
-    layout = program.layout
-    ruled = {"params": layout.parameters, "masters": layout.optimizer if layout.policy.masters else None}
+    ruled = state_shardings(program.layout, program.abstract, program.logical_axes)
     found = []
-    for group, shardings in ruled.items():
+    for group in ("params", "masters", "moments"):
         arrays = jax.tree_util.tree_leaves_with_path(getattr(program.abstract, group))
-        pairs = zip(jax.tree.leaves(getattr(taken, group)), jax.tree.leaves(shardings), strict=True)
+        pairs = zip(*(jax.tree.leaves(getattr(tree, group)) for tree in (taken, ruled)), strict=True)
         for (path, array), (actual, right) in zip(arrays, pairs, strict=True):
             held, meant = (math.prod(s.shard_shape(array.shape)) * array.dtype.itemsize for s in (actual, right))
             if held > meant:

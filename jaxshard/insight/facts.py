@@ -30,6 +30,10 @@ FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
 """Bytes of an element -> its HLO type, of gradients (fp32 or wider) and of 16-bit floats but fp16."""
 
 
+TILE_ROWS = (8, 16, 32, 128)
+"""Rows of a TPU's tile in fp32, of two, four tiles, and its lanes: to multiples of these a part is padded."""
+
+
 @dataclass(frozen=True)
 class WeightFact:
     """One weight, as one device sees it."""
@@ -169,15 +173,37 @@ class Facts:
                         return weight.path
         return ""
 
-    def padded(self, dims: Sequence[int]) -> str:
-        """Path of a weight whose dims these are with up to 2 % of padding, or ""."""
-        sizes = sorted(dim for dim in dims if dim > 1)
+    def side_by_side(self, dims: Sequence[int]) -> str:
+        """Path of a weight, or of its stack, whose parts are gathered along a new dim: these dims; or ""."""
+        sizes, ways = sorted(dim for dim in dims if dim > 1), self.mesh.data
         for weight in self.weights:
-            own = sorted(dim for dim in weight.local if dim > 1)
-            fits = len(own) == len(sizes) and all(a <= b <= 1.02 * a for a, b in zip(own, sizes, strict=True))
-            if fits and not weight.vector:
-                return weight.path
+            for part in _parts(weight.local, ways) if weight.spread else ():
+                if any(
+                    sorted(n for n in whole if n > 1) == sizes
+                    for whole in ((ways, *part), (ways, weight.layers, *part))
+                ):
+                    return weight.path
         return ""
+
+    def stacked(self, dims: Sequence[int]) -> bool:
+        """Whether these dims are more than two layers of a stacked matrix, and nothing smaller that has a name."""
+        paths, count = self.named(dims).split(" or "), math.prod(dims)
+        found = [weight for weight in self.weights if weight.path in paths]
+        return bool(found) and all(w.group == "blocks" and not w.vector and count > 2 * w.elements for w in found)
+
+    def padded(self, dims: Sequence[int]) -> tuple[str, int]:
+        """A weight whose dims these are, but for one that TPUs scatter in parts of whole tiles: path, added elements.
+
+        Returns ("", 0) where there is none.
+        """
+        sizes, ways = sorted(dim for dim in dims if dim > 1), self.mesh.data
+        for weight in self.weights:
+            for i, dim in enumerate(weight.local) if not weight.vector else ():
+                for rows in TILE_ROWS:
+                    whole = (*weight.local[:i], -(-dim // (ways * rows)) * ways * rows, *weight.local[i + 1 :])
+                    if whole[i] > dim and sorted(n for n in whole if n > 1) == sizes:
+                        return weight.path, math.prod(whole) - weight.elements
+        return "", 0
 
     @cached_property
     def alike(self) -> frozenset[str]:

@@ -41,6 +41,10 @@ class Row:
     """HLO instruction."""
     form: str
     """plain, pair, fused, async fused or send."""
+    stacked: int = 0
+    """Bytes of those arrays that are many layers of a weight at once."""
+    padding: int = 0
+    """Bytes beyond those of the weights."""
 
     @property
     def total(self) -> int:
@@ -88,6 +92,8 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
                 note="; ".join(note for note in (found.note, _branches(found)) if note),
                 name=found.name,
                 form=found.form,
+                stacked=sum(size for part, size in parts if facts and facts.stacked(part.dims)),
+                padding=sum(_padding(part, size, facts) for part, size in parts if facts and _is_weight(family)),
             )
         )
     return result
@@ -101,6 +107,11 @@ def _is_optimizers(why: Reason, subject: Subject, source: str, facts: Facts) -> 
     if why.family == "update" and facts.optimizer == "adafactor":
         return is_bounded(facts.named(subject.dims), facts)
     return bool(_OPTIMIZER.search(source)) and (why.family != "update" or facts.optimizer == "muon")
+
+
+def _padding(subject: Subject, size: int, facts: Facts) -> int:
+    more = 0 if facts.named(subject.dims) or subject.kind != "reduce-scatter" else facts.padded(subject.dims)[1]
+    return size * more // max(1, subject.elements)
 
 
 def _is_weight(family: str) -> bool:

@@ -137,12 +137,15 @@ def _verdict(found: "Explanation") -> str:
         items += [
             (word, f"{size_text(d.bytes)} over {axes_text(d.axes)}: {d.reason} {d.source}", "bad") for d in differences
         ]
-    if not compared.missing and not compared.unexpected:
+    items += [("against the rules", text, "bad") for text in compared.undone]
+    if not compared.missing and not compared.unexpected and not compared.undone:
         text = "Found = expected: nothing missing, nothing unexpected."
     elif found.ok:
         text = "No unexpected traffic that matters."
+    elif compared.failures or not compared.undone:
+        text = "There is traffic that no rule asks for, or state held whole that the rules split."
     else:
-        text = "There is traffic that no rule asks for."
+        text = "Weights are held whole that ZeRO-3 splits."
     lines = "".join(f'<li><span class="{css}">{word}</span>: {html.escape(words)}</li>' for word, words, css in items)
     expected = [(e.reason, e.kind, axes_text(e.axes), size_text(e.bytes), f"{e.count:,}") for e in compared.expected]
     table = _table(("expected", "kind", "axes", "bytes", "calls"), expected, numbers=(3, 4))

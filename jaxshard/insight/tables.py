@@ -191,13 +191,18 @@ def _show_check(found: "Explanation", console: Console) -> None:
     for item in compared.missing:
         console.line(f"missing: {_difference(item)}", style="yellow")
     for item in compared.unexpected:
-        matters = item.bytes > compared.threshold
-        console.line(f"unexpected: {_difference(item)}", style="red" if matters else "yellow")
-    if not compared.missing and not compared.unexpected:
+        console.line(f"unexpected: {_difference(item)}", style="red" if compared.failures else "yellow")
+    for sentence in compared.undone:
+        console.line(sentence, style="red")
+    unexpected = size_text(sum(item.bytes for item in compared.unexpected))
+    if not compared.missing and not compared.unexpected and not compared.undone:
         rest = " in all that is predicted" if compared.unpredicted else ""
         console.line(f"found = expected: nothing missing, nothing unexpected{rest}", style="green")
-    elif not compared.failures:
-        console.line(f"no unexpected traffic above {size_text(compared.threshold)}", style="green")
+    elif compared.failures:
+        console.line(f"unexpected in all: {unexpected}, above {size_text(compared.threshold)}", style="red")
+    else:
+        limit = size_text(compared.threshold)
+        console.line(f"no unexpected traffic above {limit} (in all: {unexpected})", style="green")
 
 
 def _difference(item: "Difference") -> str:
