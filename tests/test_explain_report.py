@@ -79,6 +79,17 @@ def test_the_page_parses_and_fits_a_phone(page):
     tables = page.count("<table>")
     assert tables == page.count('<div class="wide"><table>') >= 4  # a wide table scrolls, the page does not
     assert all('style="max-width:' in svg and "viewBox" in svg for svg in drawings(page))
+    assert page.count("<td ") == page.count(" data-name=")  # cells of a card say what they are
+    for svg in bars([("a", [("x", 1.0)])], "s", 1.0), *(svg for svg in drawings(page) if 'aria-label="bars"' in svg):
+        assert float(re.findall(r'viewBox="0 0 (\d+)', svg)[0]) <= 358  # 390 less the margins
+
+
+def test_a_picture_that_has_to_scroll_says_so(page):
+    assert "Swipe the picture" in report._long(pipeline_picture(make("1f1b", 2, 4)))
+    assert "Swipe" not in report._long(bars([("a", [("x", 1.0)])], "s", 1.0))
+    assert page.count("Swipe the picture") == 1  # the pipeline's
+    table = report._table(("reason", "bytes"), [("r", "3 B"), ("s", "-")], numbers=(1,), keys=(1,))
+    assert '<td class="n key" data-name="bytes">3 B</td>' in table and '<td class="n key no"' in table
 
 
 def test_the_page_needs_nothing_but_itself(page):

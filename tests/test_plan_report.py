@@ -7,7 +7,7 @@ import pytest
 
 from jaxshard import cli
 from jaxshard.insight import confirm, planner
-from jaxshard.insight.plan_report import _undominated, timeline_picture
+from jaxshard.insight.plan_report import _called, _undominated, timeline_picture
 from jaxshard.insight.timeline import Block, Span, Timeline
 
 GIB = 2**30
@@ -51,6 +51,9 @@ def test_the_page_holds_everything_and_needs_nothing(compiled, tmp_path, capsys)
     assert not re.search(r"https?://|<script|src=|@import", page)
     assert "loop of the &lt;forward&gt; pass, one of 32 runs: 10 ms" in page
     assert "<forward>" not in page
+    assert page.count("Swipe the picture") == 3  # frontier and timelines, which keep their size on a phone
+    assert "~ tokens/s and MFU from shapes" in page and 'key" data-name="s/step"' in page
+    assert 'data-name="offload"' not in page  # the same for every plan
 
 
 def test_without_a_compiler_there_is_no_timeline_and_no_speed_no_frontier(tmp_path, capsys):
@@ -74,6 +77,13 @@ def test_the_frontier_holds_what_nothing_beats():
     layout = lambda seconds, total: SimpleNamespace(seconds=seconds, memory=SimpleNamespace(total=total))
     fast, small, worse, middle = layout(1.0, 9), layout(3.0, 1), layout(2.5, 9), layout(2.0, 5)
     assert _undominated([worse, small, middle, fast]) == [fast, middle, small]  # type: ignore[list-item]
+
+
+def test_loops_of_one_name_are_numbered():
+    loops = [Block(f"while.{n}", "loop", n, 0.1, ()) for n in (1, 2)]
+    assert list(_called((STEP, *loops)).values()) == ["step", "loop 1", "loop 2"]
+    drawn = timeline_picture(Timeline(FOUND.parts, {}, (STEP, *loops)))
+    assert "loop 1: 100 ms" in drawn and "loop 2, one of 2 runs: 100 ms" in drawn
 
 
 def test_a_timeline_is_drawn_to_scale():

@@ -31,7 +31,8 @@ def _text(x: float, y: float, words: str, size: int = 12, anchor: str = "middle"
 
 
 def _svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    style = f"max-width:{width:g}px;--least:{0.85 * width:.0f}px"  # where it may scroll, texts stay large enough
+    least = width if width > 400 else 0.85 * width  # where it may scroll, texts stay large enough
+    style = f"max-width:{width:g}px;--least:{least:.0f}px"
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" style="{style}" role="img" '
         f'aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
@@ -218,7 +219,7 @@ def _amount(value: float, unit: str, scale: float) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, scale: float) -> str:
-    """Horizontal stacked bars.
+    """Horizontal stacked bars, as narrow as a phone; the label and the sum of each stand above it.
 
     Args:
         rows: (label, parts of (name, value)); a name has one colour everywhere.
@@ -227,26 +228,26 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str, sca
     """
     most = max((sum(value for _, value in parts) for _, parts in rows), default=0) or 1
     names = list(dict.fromkeys(name for _, parts in rows for name, value in parts if value))
-    left, width, step = 110, 330, 30
-    height = len(rows) * step + 22 * (-(-len(names) // 3)) + 14
+    width, step = 344, 38
+    height = len(rows) * step + 22 * (-(-len(names) // 2)) + 8
     found = []
     for index, (label, parts) in enumerate(rows):
-        x, y = float(left), index * step
-        found.append(_text(left - 8, y + 17, label, 12, "end"))
+        x, y = 4.0, index * step
+        found.append(_text(4, y + 14, label, 12, "start"))
+        found.append(_text(4 + width, y + 14, _amount(sum(value for _, value in parts), unit, scale), 12, "end"))
         for name, value in parts:
             size = width * value / most
             colour = COLOURS[names.index(name) % len(COLOURS)] if value else ""
             if value:
                 found.append(
-                    f'<rect x="{x:.1f}" y="{y + 3}" width="{max(size, 0.5):.1f}" height="20" fill="{colour}"/>'
+                    f'<rect x="{x:.1f}" y="{y + 19}" width="{max(size, 0.5):.1f}" height="14" fill="{colour}"/>'
                 )
             x += size
-        found.append(_text(x + 6, y + 17, _amount(sum(value for _, value in parts), unit, scale), 11, "start"))
     for index, name in enumerate(names):
-        x, y = 8 + (index % 3) * 170, len(rows) * step + 16 + 22 * (index // 3)
+        x, y = 4 + (index % 2) * 172, len(rows) * step + 16 + 22 * (index // 2)
         found.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[index % len(COLOURS)]}"/>')
         found.append(_text(x + 18, y, name, 11, "start"))
-    return _svg(left + width + 100, height, found, "bars of bytes")
+    return _svg(width + 8, height, found, "bars")
 
 
 def write_png(svg: str, file: Path, dots: int = 300) -> None:

@@ -9,9 +9,9 @@ from jaxshard.errors import InputError
 from jaxshard.insight.advice import PARTS
 from jaxshard.insight.memory import gib
 from jaxshard.insight.pictures import COLOURS, _svg, _text, bars
-from jaxshard.insight.plan_tables import COLUMNS, rows, time_lines, title
+from jaxshard.insight.plan_tables import COLUMNS, rows, speed_note, time_lines, title
 from jaxshard.insight.ranking import Scored, Search
-from jaxshard.insight.report import _STYLE, _section, _table, _unit
+from jaxshard.insight.report import _STYLE, _long, _section, _table, _unit
 from jaxshard.insight.roofline import seconds_text
 from jaxshard.insight.timeline import NAMES, Block, Timeline
 
@@ -50,8 +50,7 @@ def page(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> str:
 def _sections(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> Iterator[str]:
     yield f'<pre style="white-space:pre-wrap">{html.escape(plans[0].command)}</pre>'
     yield _section("Why the first", _items([*plans[0].reasons, *notes]))
-    cells = [[str(cell) for cell in row] for row in rows(found, list(plans))]
-    yield _section("Plans", _table(COLUMNS, cells, numbers=range(7, len(COLUMNS))))
+    yield _section("Plans", _plans(found, plans))
     yield _section("Memory of one device at the peak", _memory(found, plans))
     if found.timed:
         yield _section("Memory against time", frontier(found.fitting, [plan.scored for plan in plans], found.limit))
@@ -61,7 +60,20 @@ def _sections(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> I
         yield _section("Where the time goes, from the compiled schedule", _items(time_lines(list(plans))))
     for number, plan in compiled:
         assert plan.timeline
-        yield _section(f"Timeline of plan {number}: {plan.scored.candidate.shape}", timeline_picture(plan.timeline))
+        yield _section(
+            f"Timeline of plan {number}: {plan.scored.candidate.shape}", _long(timeline_picture(plan.timeline))
+        )
+
+
+def _plans(found: Search, plans: "Sequence[Plan]") -> str:
+    """The table, without the columns that are empty in every row."""
+    cells = [[str(cell) for cell in row] for row in rows(found, list(plans))]
+    kept = [i for i in range(len(COLUMNS)) if {row[i] for row in cells} - {"-", "none"}]
+    heads = [COLUMNS[i] or "plan" for i in kept]
+    numbers = [place for place, i in enumerate(kept) if i >= COLUMNS.index("state")]
+    keys = [heads.index(name) for name in ("mesh", "total", "s/step", "compiled s", "MFU") if name in heads]
+    note = html.escape(speed_note(list(plans)))
+    return _table(heads, [[row[i] for i in kept] for row in cells], numbers, keys) + (f"<p>{note}</p>" if note else "")
 
 
 def _items(lines: Sequence[str]) -> str:
@@ -114,7 +126,7 @@ def frontier(fitting: Sequence[Scored], plans: Sequence[Scored], limit: float) -
     for number, s in enumerate(plans, 1):
         parts.append(f'<circle cx="{x(s):.1f}" cy="{y(s):.1f}" r="7" fill="{COLOURS[1]}"/>')
         parts.append(_text(x(s), y(s) + 3, str(number), 9, colour="#fff"))
-    return _svg(LEFT + WIDTH + 20, HEIGHT + 44, parts, "memory against time") + (
+    return _long(_svg(LEFT + WIDTH + 20, HEIGHT + 44, parts, "memory against time")) + (
         "<p>Each point is a layout that fits; no layout left of the line takes less memory and less time.</p>"
     )
 
@@ -139,10 +151,11 @@ def timeline_picture(found: Timeline) -> str:
                 totals[span.kind] = totals.get(span.kind, 0.0) + block.runs * (span.end - span.start)
     kinds = sorted(totals, key=lambda kind: (kind not in NAMES, -totals[kind]))
     colours = {kind: COLOURS[index % len(COLOURS)] for index, kind in enumerate(kinds)}
-    names = NAMES | {block.name: block.what for block in found.blocks}
+    called = _called(found.blocks)
+    names = NAMES | called
     parts: list[str] = []
     for index, block in enumerate(shown):
-        parts += _block(block, 8 + 84 * index, colours, names)
+        parts += _block(block, 8 + 84 * index, colours, names, called[block.name])
     legend = 8 + 84 * len(shown) + 12
     for index, kind in enumerate(kinds):
         across, down = 8 + (index % 3) * 215, legend + 20 * (index // 3)
@@ -151,9 +164,16 @@ def timeline_picture(found: Timeline) -> str:
     return _svg(LEFT + WIDTH + 20, legend + 20 * (-(-len(kinds) // 3)), parts, "timeline of a step")
 
 
-def _block(block: Block, top: float, colours: dict[str, str], names: dict[str, str]) -> Iterator[str]:
+def _called(blocks: Sequence[Block]) -> dict[str, str]:
+    """Name of each block -> what it is, numbered where several are the same."""
+    words = [block.what for block in blocks]
+    number = lambda i: f" {words[: i + 1].count(words[i])}" if words.count(words[i]) > 1 else ""
+    return {block.name: f"{block.what}{number(i)}" for i, block in enumerate(blocks)}
+
+
+def _block(block: Block, top: float, colours: dict[str, str], names: dict[str, str], what: str) -> Iterator[str]:
     runs = f", one of {block.runs:,} runs" if block.runs > 1 else ""
-    yield _text(8, top + 10, f"{block.what}{runs}: {seconds_text(block.seconds)}", 12, "start")
+    yield _text(8, top + 10, f"{what}{runs}: {seconds_text(block.seconds)}", 12, "start")
     scale = WIDTH / max(block.seconds, 1e-12)
     for lane, down in (("computation", 18), ("network", 42)):
         yield _text(LEFT - 6, top + down + 14, lane, 11, "end")

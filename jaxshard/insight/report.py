@@ -1,6 +1,7 @@
 """An explanation as one HTML page: no network, no scripts, readable on a phone."""
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,19 +24,28 @@ if TYPE_CHECKING:
 
 _STYLE = """
 :root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:72rem;padding:1rem}
+body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:82rem;padding:1rem;overflow-wrap:anywhere}
+p,li{max-width:60rem}
 h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem;border-bottom:1px solid #8886}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
-th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8884;vertical-align:top}
-td.n{text-align:right;white-space:nowrap}svg{width:100%;height:auto;font-family:system-ui,sans-serif}
+th,td{text-align:left;padding:.3rem .45rem;border-bottom:1px solid #8884;vertical-align:top;overflow-wrap:normal}
+.n{text-align:right;white-space:nowrap}svg{width:100%;height:auto;font-family:system-ui,sans-serif}
 .good{color:#2a8a3e;font-weight:600}.bad{color:#c6362c;font-weight:600}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(17rem,1fr));gap:1rem}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(20rem,100%),1fr));gap:1rem}
 .cards figure{margin:0;border:1px solid #8884;border-radius:.5rem;padding:.5rem}
 figcaption{font-size:.8rem;overflow-wrap:anywhere}
-.long{overflow-x:auto}.long svg{min-width:var(--least)}
+.long{overflow-x:auto}.long svg{min-width:var(--least)}.swipe{display:none;font-size:.8rem;margin:0;opacity:.75}
 summary{margin:.5rem 0;cursor:pointer}
+@media(max-width:48rem){.swipe{display:block}ul{padding-left:1.2rem}
+.wide tr:first-child,td:empty,.no{display:none}.wide table,.wide tbody{display:block}
+.wide tr+tr{display:flex;flex-wrap:wrap;gap:0 .9rem;padding:.4rem 0;border-bottom:1px solid #8884}
+.wide td{border:0;padding:0;order:2;white-space:normal;text-align:left;overflow-wrap:anywhere}
+.wide td::before{content:attr(data-name) " ";opacity:.7}
+.wide td:first-child{order:0;flex-basis:100%;font-weight:600}.wide td.key{order:1;font-weight:600}}
 @media(prefers-color-scheme:dark){.good{color:#5fc477}.bad{color:#ff8a80}}
 """
+PHONE = 340
+"""Units of a picture that a phone shows at their size."""
 _ZERO = (
     "<p>As figure 1 of the ZeRO paper (Rajbhandari et al. 2020, arXiv 1910.02054), for this model, precision and mesh: "
     "each stage splits one more part of the state over dp.</p>"
@@ -107,7 +117,7 @@ def pictures(found: "Explanation") -> dict[str, str]:
 
 
 def _sections(found: "Explanation") -> Iterator[str]:
-    drawn = {name: f'<div class="long">{svg}</div>' for name, svg in pictures(found).items()}
+    drawn = {name: _long(svg) for name, svg in pictures(found).items()}
     program = found.program
     yield _section("Verdict", _verdict(found))
     yield _section("Mesh", drawn["mesh"])
@@ -163,7 +173,7 @@ def _summary(rows: Sequence[Row]) -> str:
     cells = [
         (*key, f"{calls:,}", size_text(size)) for key, (calls, size) in sorted(sums.items(), key=lambda i: -i[1][1])
     ]
-    table = _table(("reason", "kind", "axes", "calls", "all calls"), cells, numbers=(3, 4))
+    table = _table(("reason", "kind", "axes", "calls", "all calls"), cells, numbers=(3, 4), keys=(4,))
     return f"{table}<details><summary>Each collective ({len(rows)})</summary>{_ledger(rows)}</details>"
 
 
@@ -182,7 +192,7 @@ def _ledger(rows: Sequence[Row]) -> str:
         for row in sorted(rows, key=lambda row: -row.total)
     ]
     heads = ("reason", "kind", "axes", "bytes", "calls", "all calls", "runs meanwhile", "source")
-    return _table(heads, cells, numbers=(3, 4, 5))
+    return _table(heads, cells, numbers=(3, 4, 5), keys=(5,))
 
 
 def _memory(found: "Explanation") -> str:
@@ -248,9 +258,22 @@ def _weights(program: Program) -> str:
     )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    cell = lambda index, text: f"<td{' class=n' if index in numbers else ''}>{html.escape(text)}</td>"
+def _long(svg: str) -> str:
+    """A drawing that scrolls, and says so, where a phone is narrower than its texts allow."""
+    wide = int(re.search(r"--least:(\d+)px", svg)[1]) > PHONE  # type: ignore[index]
+    hint = '<p class="swipe">Swipe the picture sideways \u2192</p>' if wide else ""
+    return f'{hint}<div class="long">{svg}</div>'
+
+
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = (), keys: Sequence[int] = ()
+) -> str:
+    """A table; on a phone a card for each row: its first cell, then those of the columns `keys`, then the others."""
+    css = [" ".join(["n"] * (i in numbers) + ["key"] * (i in keys)) for i in range(len(heads))]
+    head = "".join(f'<th class="{kind}">{html.escape(name)}</th>' for kind, name in zip(css, heads, strict=True))
+    names = [html.escape(name) for name in (heads[0] if heads[0] == "plan" else "", *heads[1:])]
+    empty = lambda text: " no" if text == "-" else ""
+    cell = lambda i, text: f'<td class="{css[i]}{empty(text)}" data-name="{names[i]}">{html.escape(text)}</td>'
     body = "".join(f"<tr>{''.join(cell(i, text) for i, text in enumerate(row))}</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
