@@ -73,7 +73,7 @@ class Case:
     def config(self) -> Config:
         """The configuration of the row, in float64."""
         variant = VARIANTS[self.variant]
-        train = TrainConfig(global_batch=variant.batch, z_loss=variant.z_loss, precision="fp64", loss_scale=1.0, seed=3)
+        train = TrainConfig(global_batch=variant.batch, z_loss=variant.z_loss, precision="fp64", seed=3)
         return Config(
             mesh=self.mesh,
             zero=self.zero,  # pyright: ignore[reportArgumentType]

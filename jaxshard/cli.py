@@ -15,11 +15,11 @@ import sys
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxshard.commands import COMMANDS, Command, SavedRun
-from jaxshard.config import Config
-from jaxshard.config_file import config_to_yaml, load_config
+from jaxshard.config import Config, unread
+from jaxshard.config_file import config_to_yaml, defaults_of, load_config
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError, nearest
 from jaxshard.interrupt import raise_from_now
@@ -117,7 +117,7 @@ def understand(argv: list[str]) -> Invocation:
     command, argv = _command(argv)
     if sum(token == "--config" or token.startswith("--config=") for token in argv) > 1:
         raise InputError("--config is given twice: put everything into one file, or override with options")
-    first = _parse(command, argv, Config())
+    first = _parse(command, argv, Config(), forgives="all")
     file = first.common.config
     if file is not None and not file.strip():
         raise InputError("--config is empty: name a file, or leave it out")
@@ -126,9 +126,10 @@ def understand(argv: list[str]) -> Invocation:
     needs = command.saved_run(first.options)
     if needs in ("if named", "if named and there"):
         needs = "no" if not first.config.output else "needed" if needs == "if named" else "if there"
+    own = base
     if needs != "no":
         base = _with_saved(base, needs, command, folder, file)
-    invocation = _parse(command, argv, base)
+    invocation = _parse(command, argv, base, "nothing" if base is own else "what is not given")
     if invocation.common.print_config:  # the folder stays open: what is printed may become a file of another name
         return invocation
     return replace(invocation, config=replace(invocation.config, output=str(folder)))
@@ -203,15 +204,23 @@ def _command(argv: list[str]) -> tuple[Command, list[str]]:
     return COMMANDS[names.index(argv[0])], argv[1:]
 
 
-def _parse(command: Command, argv: list[str], base: Config) -> Invocation:
-    """Parses the options of a command over a configuration."""
+def _parse(
+    command: Command, argv: list[str], base: Config, forgives: Literal["nothing", "what is not given", "all"]
+) -> Invocation:
+    """Parses the options of a command over a configuration.
+
+    What nothing reads may be forgiven: where a saved run has it, and `all` before it is known what stands beside it.
+    """
     own_options, common_options, config_options = _options(command, base)
     options = [*own_options, *common_options, *config_options]
     _refuse_others_options(command, argv, {option.name for option in options})
     parser = make_parser(options)
     values = parse_arguments(parser, options, argv)
-    own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
     given = given_options(argv, ["config", *(option.name for option in config_options)])
+    if forgives != "nothing":
+        every = {option.name: option.default for option in options_of(base)} | values
+        values |= defaults_of(name for name in unread(every) if forgives == "all" or name not in given.options)
+    own, common, config = (instantiate(instance, values) for instance in (command.options, CommonOptions(), base))
     return Invocation(command, common, own, config, given)
 
 
@@ -237,7 +246,7 @@ def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, f
         raise InputError(f"--output {folder} and --config {file} name two runs; {command.name} takes one of them")
     if not saved.is_file():
         raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
-    return base if file and command.name == "train" else load_config(saved)
+    return base if file and command.name == "train" else load_config(saved, saved=True)
 
 
 def _runs_beside(folder: Path) -> str:

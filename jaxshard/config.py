@@ -5,6 +5,7 @@ The doc string under a field is its help text on the command line. Every field i
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -120,6 +121,21 @@ class DataConfig:
         _require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "in [0, 1)")
 
 
+_NOT_IN_OPTIMIZER = {"lion": ("eps",), "sgd": ("beta2", "eps"), "adafactor": ("beta1", "eps")}
+_OF_LOSS_SCALE = ("loss_scale", "loss_scale_interval")
+
+
+def unread(values: Mapping[str, Any]) -> list[str]:
+    """Names of options that nothing reads beside the others, and that are refused away from their default.
+
+    Args:
+        values: by dotted name, of all options.
+    """
+    names = [f"optim.{name}" for name in _NOT_IN_OPTIMIZER.get(values["optim.name"], ())]
+    names += [f"train.{name}" for name in _OF_LOSS_SCALE if values["train.precision"] != "fp16"]
+    return names + ["train.offload_mode"] * (values["train.offload"] == "none")
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
@@ -157,8 +173,7 @@ class OptimConfig:
         _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "in [0, 1)")
         _require(_positive(self.eps), "optim.eps", self.eps, "positive")
         _require(_not_negative(self.clip), "optim.clip", self.clip, "0 (off) or positive")
-        unread = {"lion": ("eps",), "sgd": ("beta2", "eps"), "adafactor": ("beta1", "eps")}.get(self.name, ())
-        for name in unread:
+        for name in _NOT_IN_OPTIMIZER.get(self.name, ()):
             value = getattr(self, name)
             if value != getattr(OptimConfig, name):
                 raise InputError(f"optim.{name} = {value} changes nothing: {self.name} does not have it; leave it out")
@@ -230,6 +245,13 @@ class TrainConfig:
         _require(self.offload_mode in modes, "train.offload_mode", self.offload_mode, must)
         _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")
         _require(_positive(self.loss_scale_interval), "train.loss_scale_interval", self.loss_scale_interval, "positive")
+        for name in _OF_LOSS_SCALE if self.precision != "fp16" else ():
+            value = getattr(self, name)
+            if value != getattr(TrainConfig, name):
+                raise InputError(
+                    f"train.{name} = {value:g} changes nothing: only fp16 scales the loss, and train.precision is "
+                    f"{self.precision}; leave it out"
+                )
         _require(_positive(self.max_skips), "train.max_skips", self.max_skips, "positive")
 
 

@@ -2,19 +2,21 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jaxshard.config import Config
+from jaxshard.config import Config, unread
 from jaxshard.errors import InputError, nearest
 from jaxshard.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping, suggest
 
 
-def load_config(path: str | Path) -> Config:
+def load_config(path: str | Path, saved: bool = False) -> Config:
     """Returns the configuration of a YAML file; what it leaves out keeps its default.
+
+    With `saved`, what nothing reads is left out too: a run that was saved before such options were refused goes on.
 
     Raises:
       InputError: no such file, not YAML, an unknown or repeated key, a value of a wrong type or out of range. The
@@ -23,9 +25,15 @@ def load_config(path: str | Path) -> Config:
     options = options_of(Config())
     mapping = _read(Path(path), [option.name for option in options])
     try:
-        return instantiate(Config(), parse_mapping(make_parser(options), options, mapping))
+        values = parse_mapping(make_parser(options), options, mapping)
+        return instantiate(Config(), values | defaults_of(unread(values)) if saved else values)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def defaults_of(names: Iterable[str]) -> dict[str, Any]:
+    """Defaults of options of the configuration, by dotted name."""
+    return {option.name: option.default for option in options_of(Config()) if option.name in set(names)}
 
 
 def config_to_yaml(config: Config, comments: bool = False) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshard.config import Config
+from jaxshard.config import Config, OptimConfig, TrainConfig
 from jaxshard.config_file import config_to_yaml, load_config
 from jaxshard.errors import InputError
 from jaxshard.options import describe, options_of, suggest
@@ -49,6 +49,23 @@ def refused(tmp_path: Path, text: str | bytes) -> str:
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(tmp_path, key, value):
     assert refused(tmp_path, f"{key}: {value}").startswith(f"c.yaml: {key} is ")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16", "fp64"])
+@pytest.mark.parametrize("option", ["loss_scale", "loss_scale_interval"])
+def test_a_loss_scale_is_refused_where_nothing_is_scaled(tmp_path, precision, option):
+    said = refused(tmp_path, f"train: {{precision: {precision}, {option}: 4}}")
+    why = f"only fp16 scales the loss, and train.precision is {precision}; leave it out"
+    assert said == f"c.yaml: train.{option} = 4 changes nothing: {why}"
+    assert load(tmp_path, f"train: {{precision: fp16, {option}: 4}}").train != TrainConfig(precision="fp16")
+
+
+def test_a_run_saved_with_what_is_refused_now_is_still_read(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("optim: {name: lion, eps: 0.5}\ntrain: {precision: bf16, loss_scale: 4, loss_scale_interval: 7}")
+    assert load_config(path, saved=True) == Config(optim=OptimConfig("lion"), train=TrainConfig(precision="bf16"))
+    with pytest.raises(InputError):
+        load_config(path)
 
 
 @pytest.mark.parametrize("name, option", [("lion", "eps"), ("sgd", "beta2"), ("adafactor", "beta1")])
@@ -191,8 +208,8 @@ def odd_config(text: str) -> Config:
     def other(option):
         kinds = [kind for kind in (option.hint, *typing.get_args(option.hint)) if kind is not type(None)]
         if choices := [c for kind in kinds for c in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal]:
-            # Of the optimizers only muon, beside the default, has every option.
-            return next(choice for choice in choices if choice not in (option.default, "adafactor", "lion"))
+            # Of the optimizers only muon, beside the default, has every option; only fp16 has a loss scale.
+            return next(choice for choice in choices if choice not in (option.default, "adafactor", "lion", "bf16"))
         if typing.get_origin(kinds[-1]) is tuple or typing.get_origin(option.hint) is tuple:
             return (3, 7) if "profile" in option.name else (text, "b")
         if str in kinds:

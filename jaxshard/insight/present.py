@@ -122,7 +122,7 @@ def _saved(config: Config, count: int) -> Config | None:
     file = Path(config.output or ".") / CONFIG_FILE
     if not file.is_file():
         return None
-    saved = load_config(str(file))
+    saved = load_config(str(file), saved=True)
     return saved if math.prod(parse_mesh(saved.mesh).values()) == count else None
 
 

@@ -132,7 +132,7 @@ def _opened(
     file = folder / CONFIG_FILE
     if not resume or "config" in given.options or not file.exists():
         return open_run(config, foresight.layout)
-    before = load_config(file).mesh
+    before = load_config(file, saved=True).mesh
 
     def adapt(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         fitting = without_leftovers(given, before, config, arch, shape)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import fields, replace
 
-from jaxshard.config import Config, ModelConfig
+from jaxshard.config import Config, ModelConfig, TrainConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
 from jaxshard.parallel.mesh import MeshShape
@@ -40,6 +40,8 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         loss_chunk=length if train.loss_chunk >= T else length // 2 + (1 if T % train.loss_chunk else 0),
         microbatches=microbatches if plan else None,
         precision="fp64",
+        loss_scale=TrainConfig.loss_scale,
+        loss_scale_interval=TrainConfig.loss_scale_interval,
         # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
         allow_replicated=tuple(weight_paths(describe(arch).weights)),
     )

@@ -18,6 +18,7 @@ from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.parallel.mesh import Device, MeshShape, open_devices, resolve_mesh
 from jaxshard.parallel.offload import machine_bytes
+from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.checkpoint import Checkpoints, describe
 from jaxshard.training.describe import size_text
 from jaxshard.training.foresight import AUTO
@@ -54,9 +55,24 @@ def open_run(
     elif adapt:
         arch = architecture(config.model, dataset.tokenizer.vocab_size, config.data.seq_len)
         config = adapt(config, arch, resolve_mesh(config.mesh, len(devices)))
+    if not automatic:
+        _check_allowed(config, resolve_mesh(config.mesh, len(devices)))
     program = build_program(config, devices, dataset.tokenizer.vocab_size)
     check_vocabulary(dataset, program.model.arch.vocab_size)
     return dataset, program
+
+
+def _check_allowed(config: Config, shape: MeshShape) -> None:
+    """Refuses permission for weights to stay whole where nothing asks to split them. A planner may yet ask.
+
+    Raises:
+        InputError: there is no ZeRO.
+    """
+    if config.train.allow_replicated and zero_stage(config, shape) == 0:
+        raise InputError(
+            f"train.allow_replicated = [{', '.join(config.train.allow_replicated)}] changes nothing: with ZeRO-0 every "
+            "weight may stay whole; leave it out, or use --zero 1, 2 or 3"
+        )
 
 
 def _check_batch(config: Config) -> None:
@@ -209,7 +225,7 @@ def changes_since(config: Config, folder: Path) -> list[str]:
         for group, value in asdict(c).items()
         for name, inner in (value.items() if isinstance(value, dict) else [("", value)])
     }
-    before, now = flat(load_config(str(path))), flat(config)
+    before, now = flat(load_config(str(path), saved=True)), flat(config)
     return [f"{name} {before[name]} -> {now[name]}" for name in now if name != "output" and before[name] != now[name]]
 
 
