@@ -264,7 +264,8 @@ def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     yield Expected("row", kind, axes, stream, 2 * forward - vain, "attention and MLP, forward")
     yield Expected("row", kind, axes, stream, vain, "outputs of a chunk, in vain", optional=True)
     if not facts.keeps("attention_out", "residual"):
-        yield Expected("row", kind, axes, stream, backward, "attention, recomputed")
+        # No loop parts a single layer's forward from its recomputation: TPUs do both at once.
+        yield Expected("row", kind, axes, stream, backward, "attention, recomputed", optional=runs.single)
     if sp and not facts.split_kv:
         # Keys' and values' input gradients are whole, only the queries' is in parts: their sum is not scattered.
         yield Expected("column", "all-reduce", axes, stream, backward, "attention, backward")
@@ -276,7 +277,8 @@ def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
         yield Expected("sequence", "all-gather", axes, stream, 2 * forward - vain, text)
         yield Expected("sequence", "all-gather", axes, stream, vain, f"{text}, in vain", optional=True)
         if not facts.keeps("norm"):
-            yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "the same, recomputed")
+            text = "the same, recomputed"
+            yield Expected("sequence", "all-gather", axes, stream, 2 * backward, text, optional=runs.single)
         yield Expected("sequence", "all-gather", axes, stream, 2 * backward, "gradients of their outputs, backward")
         yield Expected("sequence", "all-gather", axes, stream, runs.loss * parts, "input of the head")
         yield Expected("sequence", "all-gather", axes, stream, runs.embed_gradient * parts, "gradient of the embedding")
