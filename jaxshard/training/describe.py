@@ -64,7 +64,7 @@ def _weights(program: Program, console: Console) -> tuple[tuple[str, ...], list[
     for (path, row), spec in zip(weights, specs, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         local = local_shape(row.shape, spec.parameters, layout.shape)
-        split, state = (_placed(row.axes, each) for each in (spec.parameters, spec.optimizer))
+        split, state = (placed(row.axes, each) for each in (spec.parameters, spec.optimizer))
         rows.append((name, _dims(row.shape), split, _dims(local), state))
     columns = ("weight", "shape", "split", "on one device", "optimizer state split")
     if console.has_room(columns, rows):
@@ -132,7 +132,7 @@ def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "1"
 
 
-def _placed(axes: tuple[str | None, ...], spec: jax.sharding.PartitionSpec) -> str:
+def placed(axes: tuple[str | None, ...], spec: jax.sharding.PartitionSpec) -> str:
     """Which dims lie on which mesh axes: "heads on tp, embed on dp"."""
     parts = []
     for name, entry in zip(axes, tuple(spec) + (None,) * (len(axes) - len(spec)), strict=True):

@@ -202,6 +202,11 @@ def _masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
+def is_factored(dims: MatrixDims) -> bool:
+    """Whether Adafactor keeps sums over rows and columns of a weight instead of all its second moments."""
+    return bool(dims.inputs) and min(dims.fan_in, dims.fan_out) >= SMALLEST_FACTORED
+
+
 class FactoredState(NamedTuple):
     """Second moments of Adafactor: rows and columns of a factored matrix, or all of them; the others are masked."""
 
@@ -220,7 +225,7 @@ def _adafactor(dims: Callable[[Any], Any], beta2: float) -> optax.GradientTransf
 
     def init(params):
         def one(p, d):
-            if min(d.fan_in, d.fan_out) < SMALLEST_FACTORED or not d.inputs:
+            if not is_factored(d):
                 return optax.MaskedNode(), optax.MaskedNode(), jnp.zeros_like(p)
             keep = lambda gone: jnp.zeros([n for i, n in enumerate(p.shape) if i not in gone], p.dtype)
             return keep(d.outputs), keep(d.inputs), optax.MaskedNode()
