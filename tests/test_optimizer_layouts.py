@@ -73,9 +73,9 @@ def test_an_update_with_state_in_host_memory_is_one_devices(name, mode):
 
 
 def test_a_layer_that_is_not_written_back_is_seen(monkeypatch):
-    expected, put = alone("lion"), update._put
-    last = lambda stages, x, one, i: update.jnp.where(i == 1, x, put(stages, x, one, i))
-    monkeypatch.setattr(update, "_put", last)
+    expected, put = alone("lion"), update.Cut.put
+    last = lambda cut, x, one, turn: update.jnp.where(turn == 1, x, put(cut, x, one, turn))
+    monkeypatch.setattr(update.Cut, "put", last)
     faults = compare(updated("lion", *OFFLOADED["stream"]), expected).faults()
     assert any("update of blocks" in fault for fault in faults)
 
