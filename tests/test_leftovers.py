@@ -54,6 +54,7 @@ def copied(pipeline, tmp_path) -> Path:
     return shutil.copytree(pipeline, tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_alike_on_any_mesh(pipeline, capsys):
     """A batch of 8 rows that 3 devices do not divide, and layers that fill other stages."""
     found = []
@@ -65,6 +66,7 @@ def test_a_run_is_evaluated_alike_on_any_mesh(pipeline, capsys):
         assert other["eval_loss"] == pytest.approx(found[0]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_writes_on_any_mesh(pipeline, capsys):
     options = ["--mesh", "dp=3", "--max_new_tokens", "1", "--greedy", "--json"]
     assert run(["generate", "--output", str(pipeline), *options]) == 0, capsys.readouterr().err

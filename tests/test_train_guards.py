@@ -113,6 +113,7 @@ def test_a_run_that_diverges_stops_with_one_line_and_keeps_what_was_good(tmp_pat
     assert again[:-1] == before and again[-1] > last
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_is_too_high_is_saved_lower(tmp_path, capsys):
     folder = tmp_path / "run"
     options = [
