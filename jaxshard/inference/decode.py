@@ -62,6 +62,7 @@ def read(
     places_L = jnp.asarray(np.argsort(model.layer_order), jnp.int32)  # A pipeline may store its layers shuffled.
 
     def body(layer, carry):
+        """One layer: hidden states and both stacks of the cache -> the same, with this step's keys and values."""
         x, keys, values = carry
 
         def recall(k, v):
@@ -89,6 +90,7 @@ def _one_layer(layout: Layout, blocks: Any, place: jax.Array) -> Any:
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, place, 0, keepdims=False), blocks)
 
     def pick(a, specs):
+        """[L, ...] -> layer `place`, [...], whichever stage has it."""
         # Indexing a sharded dim would gather the whole stack. Every stage offers one of its own layers instead, and
         # the sum over stages takes the right one: adding zeros is exact.
         stages = layout.shape.stage

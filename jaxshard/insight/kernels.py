@@ -164,6 +164,7 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
     long = np.where(np.asarray(seq_len) > 1024, rates.c.long_rows, 1.0) if rates.software.eager else 1.0
 
     def one(kernels: Kernels, matmuls: Number, launches: int, backward: bool) -> Work:
+        """Work of one direction: `matmuls` in seconds, `launches` of them and of attention."""
         streams = (
             rates.stream(kernels.wide, wide)
             + rates.stream(kernels.hidden, hidden)

@@ -84,6 +84,7 @@ def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
     dw0 = _by_group(spec, jnp.zeros((spec.groups, *w.shape), w.dtype)) if with_gradients else zero
 
     def body(carry, row):
+        """One chunk of positions: adds to objective, entropy and dw [V, D], and gives dx [B, C, D]."""
         objective, entropy, dw = carry
         x_c, targets_c = row
         loss, ce, dlogits = _chunk(spec, x_c, head, targets_c, w.dtype)

@@ -169,6 +169,7 @@ def _typed(tx: optax.GradientTransformation, moments: Any) -> optax.GradientTran
         return tx.init(params if moments is None else jax.tree.map(lambda p: p.astype(moments), params))
 
     def update(updates, state, params=None):
+        """Widens moments and parameters to the gradients' type, and narrows the new moments to theirs."""
         assert params is not None
         wide = jax.tree.leaves(updates)[0].dtype
         assert all(g.dtype == wide for g in jax.tree.leaves(updates)) and wide.itemsize >= 4, (
@@ -233,11 +234,13 @@ def _adafactor(dims: Callable[[Any], Any], beta2: float) -> optax.GradientTransf
         return FactoredState(jnp.zeros((), jnp.int32), *_unzip(params, jax.tree.map(one, params, dims(params))))
 
     def update(updates, state, params=None):
+        """Algorithms 4 and 5, matrix by matrix."""
         count = state.count + 1
         decay = jnp.minimum(1 - count.astype(float) ** -0.8, beta2)
         blend = lambda old, new: decay.astype(old.dtype) * old + (1 - decay).astype(old.dtype) * new
 
         def one(g, d, row, column, full):
+            """Gradient and second moments of one weight -> its update, clipped to RMS 1, and the new moments."""
             square = jnp.square(g)
             # eps stands outside the means, and the means divide by true sizes: padding adds nothing.
             if _masked(row):

@@ -107,10 +107,12 @@ def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipel
         return model.embed(ready("embedding", shared, slots), microbatch["inputs"], info(microbatch), ctx)
 
     def stage(weights, slots, chunk, microbatch, x):
+        """Runs a microbatch through the layers of one chunk of this stage."""
         values, layers = weights
         about = info(microbatch)
 
         def body(x, row):
+            """One layer."""
             slots, place = row
             # Each layer is read where it lies: no copy of the chunk is made.
             one = lambda a: jax.lax.dynamic_index_in_dim(a, place, 0, keepdims=False)
