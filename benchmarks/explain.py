@@ -6,9 +6,9 @@ python benchmarks/explain.py [--target h100:512]
 import argparse
 import time
 
+from jaxshard.commands.explain import explain_config
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight.explain import explain_config
-from jaxshard.insight.hardware import parse_target
+from jaxshard.xla.hardware import parse_target
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from ledger_layouts import ALL  # pyright: ignore[reportMissingImports]
 
-from jaxshard.insight.explain import explain_config
+from jaxshard.commands.explain import explain_config
 
 
 def main() -> None:

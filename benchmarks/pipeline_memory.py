@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight.absent import mesh_for
-from jaxshard.insight.collectives import module_collectives
-from jaxshard.insight.compile import Compiled, compile_for
-from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel.mesh import AXES, resolve_mesh
 from jaxshard.training.program import Program, build_program
+from jaxshard.xla.absent import mesh_for
+from jaxshard.xla.collectives import module_collectives
+from jaxshard.xla.compile import Compiled, compile_for
+from jaxshard.xla.hardware import parse_target
 
 TARGETS = ("h100:8", "v5e:2x4")
 MESH, STAGES, DATA = "pp=4,dp=2", 4, 2

@@ -6,14 +6,14 @@ python benchmarks/planner.py [--confirm 3]
 import argparse
 import time
 
+from jaxshard.analysis.memory import estimate
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight import planner, ranking
-from jaxshard.insight.advice import reasons
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.memory import estimate
-from jaxshard.insight.search import Pins, apply
+from jaxshard.config.options import Given
 from jaxshard.models.presets import architecture
-from jaxshard.options import Given
+from jaxshard.planner import planner, ranking
+from jaxshard.planner.advice import reasons
+from jaxshard.planner.search import Pins, apply
+from jaxshard.xla.hardware import parse_target
 
 
 def main() -> None:

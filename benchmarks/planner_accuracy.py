@@ -5,7 +5,7 @@
     ... --residuals            mean ratio by width, model axis and microbatch
     ... --target h100:64       another machine than the rows' (default: A100s, 800 Gbit/s between nodes of eight)
     ... --remat none           another condition than the one stated for the rows (default: full recomputation)
-    ... --fit                  fits the constants of jaxshard/insight/efficiency.py again and prints them
+    ... --fit                  fits the constants of jaxshard/analysis/efficiency.py again and prints them
     ... --cross-validate       predicts rows that the constants were not fitted on: each group by the others, and so on
     python benchmarks/planner_accuracy.py --published              compares with published runs
 
@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 from published_runs import published
 
+from jaxshard.analysis.cost import Parallelism, step_time
+from jaxshard.analysis.efficiency import MEGATRON_DEEPSPEED, Constants
+from jaxshard.analysis.kernels import Machine, machine
 from jaxshard.config import ModelConfig
 from jaxshard.errors import InputError
-from jaxshard.insight.cost import Parallelism, step_time
-from jaxshard.insight.efficiency import MEGATRON_DEEPSPEED, Constants
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.kernels import Machine, machine
 from jaxshard.models.presets import Architecture, architecture
+from jaxshard.xla.hardware import parse_target
 
 VOCABULARY = 50257
 NODE = 8

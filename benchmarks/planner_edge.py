@@ -14,15 +14,15 @@ from unittest.mock import patch
 import jax
 from planner_memory import Case, command
 
+from jaxshard.analysis.memory import estimate
+from jaxshard.config.options import Given
 from jaxshard.errors import InputError
-from jaxshard.insight import confirm, planner, ranking
-from jaxshard.insight.compile import DoesNotFit
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.memory import estimate
-from jaxshard.insight.search import DEPENDENT, SEARCHED, pins_of
 from jaxshard.models.presets import architecture
-from jaxshard.options import Given
 from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.planner import confirm, planner, ranking
+from jaxshard.planner.search import DEPENDENT, SEARCHED, pins_of
+from jaxshard.xla.compile import DoesNotFit
+from jaxshard.xla.hardware import parse_target
 
 GQA = {"d_model": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "vocab_size": 5000, "tie_embeddings": False}
 GPT2 = {"d_model": 256, "n_layers": 4, "n_heads": 8, "vocab_size": 5000}

@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import jax
 
+from jaxshard.analysis.memory import estimate
+from jaxshard.analysis.state_bytes import state_bytes
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight.compile import DoesNotFit
-from jaxshard.insight.confirm import compile_step, compiler_missing
-from jaxshard.insight.hardware import Target, parse_target
-from jaxshard.insight.memory import estimate
-from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.planner.confirm import compile_step, compiler_missing
+from jaxshard.xla.compile import DoesNotFit
+from jaxshard.xla.hardware import Target, parse_target
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 HEAD = """# Memory: the closed form against the compiler
 
 `python benchmarks/planner_memory.py` compiles every case for chips that are absent and compares the compiler's figures
-with `jaxshard/insight/memory.py`, which knows shapes and rules only. *Arguments* is the state and the batch on one
+with `jaxshard/analysis/memory.py`, which knows shapes and rules only. *Arguments* is the state and the batch on one
 device; *off by* is 0 on GPUs, while TPUs pad small arrays to whole tiles. *Peak* is all that one run takes. On GPUs the
 compiler never refuses: *fits* compares its peak with the chip's memory.
 

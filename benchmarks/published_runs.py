@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+from jaxshard.analysis.arithmetic import flops_per_token, mfu
+from jaxshard.analysis.cost import Parallelism, StepTime, step_time
+from jaxshard.analysis.efficiency import XLA, Constants
+from jaxshard.analysis.kernels import machine
 from jaxshard.config import ModelConfig
-from jaxshard.insight.arithmetic import flops_per_token, mfu
-from jaxshard.insight.cost import Parallelism, StepTime, step_time
-from jaxshard.insight.efficiency import XLA, Constants
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.kernels import machine
 from jaxshard.models.presets import Architecture, architecture
+from jaxshard.xla.hardware import parse_target
 
 
 @dataclass(frozen=True)

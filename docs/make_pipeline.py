@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from jaxshard.parallel.schedule import bubble_fraction, make, step_cost
-from jaxshard.parallel.schedule_draw import draw_png, draw_text
+from jaxshard.views.schedule_draw import draw_png, draw_text
 
 FOLDER = Path(__file__).parent
 PICTURES = {"gpipe": ("gpipe", 4, 8, 1), "1f1b": ("1f1b", 4, 8, 1), "interleaved": ("interleaved", 4, 8, 2)}

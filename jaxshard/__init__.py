@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxshard.insight.explain import explain
+    from jaxshard.commands.explain import explain
 
 __all__ = ["explain"]
 
@@ -14,7 +14,7 @@ __all__ = ["explain"]
 def __getattr__(name: str) -> Any:
     # jax is imported when something that needs it is asked for, not with the package.
     if name == "explain":
-        from jaxshard.insight.explain import explain
+        from jaxshard.commands.explain import explain
 
         return explain
     raise AttributeError(f"module 'jaxshard' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from jaxshard.interrupt import leave_at_once
 def main() -> NoReturn:
     """Runs the command line of this process and exits."""
     leave_at_once()
-    from jaxshard import cli  # only now: this takes a moment, in which Ctrl-C may come
+    from jaxshard.commands import cli  # only now: this takes a moment, in which Ctrl-C may come
 
     cli.main()
 

@@ -2,14 +2,14 @@
 
 import pytest
 
+from jaxshard.commands.explain import Explanation, explain_program
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from jaxshard.insight.absent import devices_for, mesh_for
-from jaxshard.insight.compile import Compiled, compile_for
-from jaxshard.insight.confirm import compiler_missing
-from jaxshard.insight.explain import Explanation, explain_program
-from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel.mesh import resolve_mesh
+from jaxshard.planner.confirm import compiler_missing
 from jaxshard.training.program import Program, build_program
+from jaxshard.xla.absent import devices_for, mesh_for
+from jaxshard.xla.compile import Compiled, compile_for
+from jaxshard.xla.hardware import parse_target
 
 LLAMA = {
     "family": "llama",

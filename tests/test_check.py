@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import MeshShape

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxshard import cli
-from jaxshard.commands import COMMANDS, Command
+from jaxshard.commands.table import COMMANDS, Command, cli
 from jaxshard.config import Config, TrainConfig
-from jaxshard.config_file import config_to_yaml, load_config
+from jaxshard.config.file import config_to_yaml, load_config
+from jaxshard.config.options import options_of
 from jaxshard.errors import InputError
-from jaxshard.options import options_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -326,7 +325,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize("arguments", ["--help", "train --help", "--print_config", "--train.step 3", "inspect"])
 def test_help_and_bad_input_do_not_wait_for_jax(arguments, tmp_path):
     code = (
-        "import sys; from jaxshard import cli\n"
+        "import sys; from jaxshard.commands import cli\n"
         f"try: cli.run({arguments.split()!r})\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
     )
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
@@ -340,7 +339,7 @@ def test_run_py_is_the_program():
 
 
 def test_characters_that_stdout_lacks_end_nothing():
-    code = "import sys; from jaxshard import cli; cli.overview = lambda: 'x \u2581'; sys.argv[1:] = ['-h']; cli.main()"
+    code = "import sys; from jaxshard.commands import cli; cli.overview = lambda: 'x \u2581'; sys.argv[1:] = ['-h']; cli.main()"
     environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "x ?\n"), done.stderr

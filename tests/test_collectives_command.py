@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxshard import cli
+from jaxshard.analysis import bandwidth
+from jaxshard.analysis.bandwidth import COLLECTIVES, Measurement, cases, measure
+from jaxshard.analysis.calibration import FITTED, calibrate, calibrated, fit, predicted, write_calibration
+from jaxshard.analysis.efficiency import XLA, Constants
+from jaxshard.analysis.links import fabric, with_measured
+from jaxshard.analysis.roofline import seconds_text
+from jaxshard.commands.collectives import size_of
+from jaxshard.commands.table import cli
 from jaxshard.errors import InputError
-from jaxshard.insight import bandwidth
-from jaxshard.insight.absent import mesh_for
-from jaxshard.insight.bandwidth import COLLECTIVES, Measurement, cases, measure
-from jaxshard.insight.calibration import FITTED, calibrate, calibrated, fit, predicted, write_calibration
-from jaxshard.insight.confirm import compiler_missing
-from jaxshard.insight.efficiency import XLA, Constants
-from jaxshard.insight.hardware import Measured, parse_target
-from jaxshard.insight.links import fabric, with_measured
-from jaxshard.insight.measure import size_of
-from jaxshard.insight.roofline import seconds_text
 from jaxshard.parallel.distributed import join_processes, launch_arguments
 from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh
+from jaxshard.planner.confirm import compiler_missing
+from jaxshard.xla.absent import mesh_for
+from jaxshard.xla.hardware import Measured, parse_target
 
 ROOT = Path(__file__).parent.parent
 NAMES = [each.name for each in COLLECTIVES]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxshard.config import Config, OptimConfig, TrainConfig
-from jaxshard.config_file import config_to_yaml, load_config
+from jaxshard.config.file import config_to_yaml, load_config
+from jaxshard.config.options import describe, options_of, suggest
 from jaxshard.errors import InputError
-from jaxshard.options import describe, options_of, suggest
 
 ROOT = Path(__file__).parent.parent
 NAMES = [option.name for option in options_of(Config())]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxshard.config import Config
-from jaxshard.options import options_of
+from jaxshard.config.options import options_of
 
 ROOT = Path(__file__).parent.parent
 NAMES = [option.name for option in options_of(Config())]

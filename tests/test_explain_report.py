@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxshard
+from jaxshard.commands.explain import Explanation, explain_config
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight import report
-from jaxshard.insight.compile import SpmdWarning
-from jaxshard.insight.explain import Explanation, explain_config
-from jaxshard.insight.pictures import COLOURS, MOST_HALVES, _ink, bars, mesh_picture, pipeline_picture, write_png
 from jaxshard.parallel.schedule import make
+from jaxshard.views import report
+from jaxshard.views.pictures import COLOURS, MOST_HALVES, _ink, bars, mesh_picture, pipeline_picture, write_png
+from jaxshard.xla.compile import SpmdWarning
 
 TINY = Config(
     mesh="pp=2,dp=2",

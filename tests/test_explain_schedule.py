@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 import rich.console
 
-from jaxshard import cli
+from jaxshard.commands.explain_schedule import facts, sentences
+from jaxshard.commands.table import cli
 from jaxshard.console import Console
-from jaxshard.insight.schedule_view import facts, sentences
 from jaxshard.parallel.schedule import make
-from jaxshard.parallel.schedule_draw import draw_text
+from jaxshard.views.schedule_draw import draw_text
 
 
 def run(capsys, line: str) -> tuple[int, str, str]:

@@ -146,10 +146,10 @@ def test_what_must_start_fast_does_not_name_jax():
         ("jaxshard.parallel.x", "from jaxshard.training.loop import run", "from a higher floor"),
         ("jaxshard.parallel.x", "from ..training import loop", "from a higher floor"),
         ("jaxshard.training.x", "if True:\n    from jaxshard import insight", "from a higher floor"),
-        ("jaxshard.config", "from jaxshard.cli import main", "from a higher floor"),
+        ("jaxshard.config", "from jaxshard.commands.cli import main", "from a higher floor"),
         ("jaxshard.data.x", "import jaxshard", "from a higher floor"),
         ("jaxshard.attic.x", "import os", "stands on no floor"),
-        ("jaxshard.cli", "import jaxshard.attic", "stands on no floor"),
+        ("jaxshard.commands.cli", "import jaxshard.attic", "stands on no floor"),
     ],
 )
 def test_a_wrong_import_is_caught(name, source, fault):
@@ -162,7 +162,7 @@ def test_a_wrong_import_is_caught(name, source, fault):
     [
         ("jaxshard.training.x", "from jaxshard.inference import generate"),
         ("jaxshard.parallel.x", "from jaxshard.models import presets\nfrom . import mesh\nimport jax"),
-        ("jaxshard.cli", "from jaxshard.errors import InputError"),
+        ("jaxshard.commands.cli", "from jaxshard.errors import InputError"),
     ],
 )
 def test_a_good_import_is_let_through(name, source):

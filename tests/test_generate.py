@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.config_file import config_to_yaml
+from jaxshard.config.file import config_to_yaml
 from jaxshard.data.tokenizer import ByteTokenizer, IdTokenizer
 from jaxshard.errors import InputError
 from jaxshard.inference import decode

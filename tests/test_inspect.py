@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
+from jaxshard.commands.inspect import axes_of
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.insight.inspect import axes_of
 from jaxshard.models.presets import PRESETS
 from jaxshard.training.checkpoint import Checkpoints, SavedArray
 from jaxshard.training.program import build_program

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from layout_table import table
 
+from jaxshard.analysis.state_bytes import state_bytes
 from jaxshard.errors import InputError
-from jaxshard.insight.state_bytes import state_bytes
 from jaxshard.models import transformer
 from jaxshard.models.presets import architecture
 from jaxshard.parallel import layout

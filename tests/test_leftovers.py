@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
+from jaxshard.config.options import Given
 from jaxshard.inference.generate import _for_generation
 from jaxshard.models.presets import architecture
-from jaxshard.options import Given
 from jaxshard.parallel.mesh import parse_mesh, resolve_mesh
 from jaxshard.training import start
 from jaxshard.training.leftovers import for_forward, own_devices

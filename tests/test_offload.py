@@ -12,17 +12,17 @@ import pytest
 
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import absent
-from jaxshard.insight.compile import Compiled, Memory
-from jaxshard.insight.confirm import compile_step
-from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel.offload import check_host_memory
+from jaxshard.planner.confirm import compile_step
 from jaxshard.training import program as program_module
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.invariance import compile_quickly
 from jaxshard.training.program import Program, build_program, class_bytes
 from jaxshard.training.state import TrainState
 from jaxshard.training.update import Cut, table_turns
+from jaxshard.xla import absent
+from jaxshard.xla.compile import Compiled, Memory
+from jaxshard.xla.hardware import parse_target
 
 VOCAB, LENGTH, ROWS = 1024, 16, 8  # a table of 32 columns is larger than a layer, and goes through in several turns
 needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")

@@ -12,11 +12,6 @@ import pytest
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import absent
-from jaxshard.insight.absent import captured_stderr
-from jaxshard.insight.collectives import collectives
-from jaxshard.insight.compile import spmd_warnings
-from jaxshard.insight.hardware import parse_target
 from jaxshard.parallel import schedule
 from jaxshard.parallel.mesh import AXES, MeshShape
 from jaxshard.training.checkpoint import Checkpoints
@@ -26,6 +21,11 @@ from jaxshard.training.pipeline_plan import pipeline_notes
 from jaxshard.training.program import build_program
 from jaxshard.training.shrink import alone
 from jaxshard.training.start import first_or_restored, run_facts
+from jaxshard.xla import absent
+from jaxshard.xla.absent import captured_stderr
+from jaxshard.xla.collectives import collectives
+from jaxshard.xla.compile import spmd_warnings
+from jaxshard.xla.hardware import parse_target
 
 T = 12
 LLAMA = dict(family="llama", n_kv_heads=2, tie_embeddings=True, dropout=0.1)

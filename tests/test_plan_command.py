@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxshard import cli
+from jaxshard.commands.table import cli
 from jaxshard.config import Config, TrainConfig
-from jaxshard.insight.search import Candidate, divisors, pins_of
 from jaxshard.models.transformer import padded_vocab
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.planner.search import Candidate, divisors, pins_of
 
 GIB = 2**30
 

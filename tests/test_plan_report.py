@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxshard import cli
-from jaxshard.insight import confirm, planner
-from jaxshard.insight.plan_report import _called, _undominated, timeline_picture
-from jaxshard.insight.timeline import Block, Span, Timeline
+from jaxshard.analysis.timeline import Block, Span, Timeline
+from jaxshard.commands.table import cli
+from jaxshard.planner import confirm, planner
+from jaxshard.views.plan_report import _called, _undominated, timeline_picture
 
 GIB = 2**30
 LLAMA = ("--model.preset", "llama3-8b", "--train.global_batch", "64", "--data.seq_len", "8192", "--target", "h100:8")

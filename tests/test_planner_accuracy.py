@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxshard.analysis.cost import step_time
+from jaxshard.analysis.efficiency import MEGATRON_DEEPSPEED, Constants
+from jaxshard.analysis.kernels import MATRIX_UNITS
 from jaxshard.errors import InputError
-from jaxshard.insight.cost import step_time
-from jaxshard.insight.efficiency import MEGATRON_DEEPSPEED, Constants
-from jaxshard.insight.kernels import MATRIX_UNITS
 
 
 def benchmark(name: str):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxshard.cli import run
-from jaxshard.commands import COMMANDS
+from jaxshard.commands.cli import run
+from jaxshard.commands.table import COMMANDS
 from jaxshard.parallel.rules import WEIGHT_RULES, ZERO_TABLES
 
 ROOT = Path(__file__).parent.parent

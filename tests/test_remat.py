@@ -12,15 +12,15 @@ from layout_table import table
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight import absent
-from jaxshard.insight.compile import Compiled
-from jaxshard.insight.confirm import compile_step
-from jaxshard.insight.hardware import parse_target
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.parallel import remat
+from jaxshard.planner.confirm import compile_step
 from jaxshard.training.gradients import gradients
 from jaxshard.training.invariance import compile_quickly, synthetic_batch
 from jaxshard.training.program import Program, build_program
+from jaxshard.xla import absent
+from jaxshard.xla.compile import Compiled
+from jaxshard.xla.hardware import parse_target
 
 needs_tpu = pytest.mark.skipif(not absent._installed("libtpu"), reason="TPU compiler not installed (jaxshard[tpu])")
 needs_gpu = pytest.mark.skipif(

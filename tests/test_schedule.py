@@ -12,7 +12,7 @@ from jaxshard.errors import InputError
 from jaxshard.parallel import schedule as sch
 from jaxshard.parallel.schedule import COLUMNS, make
 from jaxshard.parallel.schedule_check import expected, simulate, validate
-from jaxshard.parallel.schedule_draw import draw_png, draw_text
+from jaxshard.views.schedule_draw import draw_png, draw_text
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 4)]
 SIZES = [(S, M) for S in (1, 2, 3, 4, 5, 8) for M in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16)]
@@ -168,7 +168,5 @@ def test_the_docs_show_the_numbers_of_the_tables():
 
 
 def test_schedules_need_no_jax():
-    code = (
-        "import sys, jaxshard.parallel.schedule_check, jaxshard.parallel.schedule_draw; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys, jaxshard.parallel.schedule_check, jaxshard.views.schedule_draw; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,15 +5,15 @@ import random
 import jax
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.analysis.state_bytes import padded, table_of
+from jaxshard.commands.check import lies_otherwise
+from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight.state_bytes import padded, table_of
 from jaxshard.models.presets import PRESETS, architecture
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
 from jaxshard.parallel.rules import weight_specs
 from jaxshard.training import shrink as shrink_module
-from jaxshard.training.check import lies_otherwise
 from jaxshard.training.invariance import wide_types
 from jaxshard.training.program import build_program, check_fit
 from jaxshard.training.shrink import shrink

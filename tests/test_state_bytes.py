@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import jax
 import pytest
 
+from jaxshard.analysis.shardable import unsharded
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.errors import InputError
-from jaxshard.insight.shardable import unsharded
 from jaxshard.models.presets import architecture
 from jaxshard.parallel import rules
 from jaxshard.parallel.mesh import MeshShape, parse_mesh, resolve_mesh

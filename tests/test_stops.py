@@ -13,9 +13,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, ModelConfig, TrainConfig
-from jaxshard.config_file import config_to_yaml
+from jaxshard.config.file import config_to_yaml
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.training import loop, start
@@ -164,7 +164,7 @@ with stop_on_signal():
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
-@pytest.mark.parametrize("moment", ["jaxshard.cli", "rich.console", "jax", "optax"])
+@pytest.mark.parametrize("moment", ["jaxshard.commands.cli", "rich.console", "jax", "optax"])
 @pytest.mark.parametrize("start", ["run.py", "jaxshard"])
 def test_an_interrupt_while_the_program_is_imported_ends_with_one_word(start, moment):
     code = f"""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.checkpoint import describe as describe_checkpoint
 

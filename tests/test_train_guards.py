@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxshard.cli import run
+from jaxshard.commands.cli import run
 from jaxshard.training import loop
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.skips import Skips

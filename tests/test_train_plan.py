@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import pytest
 
-from jaxshard import cli
+from jaxshard.commands.table import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.config_file import load_config
+from jaxshard.config.file import load_config
+from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
-from jaxshard.insight import present
-from jaxshard.insight.hardware import parse_target
-from jaxshard.insight.search import Candidate
-from jaxshard.options import Given
 from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.planner import present
+from jaxshard.planner.search import Candidate
 from jaxshard.training import loop, start
 from jaxshard.training.foresight import explained
 from jaxshard.training.program import build_program
+from jaxshard.xla.hardware import parse_target
 
 GIB = 2**30
 TINY = [

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshard.config import Config
+from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from jaxshard.errors import InputError
@@ -25,7 +26,6 @@ from jaxshard.inference.sampling import PLAIN, Sampling, choose
 from jaxshard.models.layers import Context
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model
-from jaxshard.options import Given
 from jaxshard.parallel.layout import Layout
 from jaxshard.parallel.mesh import MeshShape, open_devices, resolve_mesh
 from jaxshard.training.leftovers import for_forward, own_devices

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxshard.config import Config
+from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import Dataset, eval_batches
 from jaxshard.data.packing import Batch
 from jaxshard.errors import InputError
-from jaxshard.options import Given
 from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.program import Program
 from jaxshard.training.start import open_run, restore_parameters

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.config import Config, TrainConfig
+from jaxshard.config.options import Given, options_of
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
-from jaxshard.options import Given, options_of
 from jaxshard.parallel.mesh import MeshShape, parse_mesh
 from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.foresight import AUTO

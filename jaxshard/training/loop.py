@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from jaxshard.config import Config
-from jaxshard.config_file import load_config
+from jaxshard.config.file import load_config
+from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import Dataset, TrainLoader
 from jaxshard.errors import RunError
 from jaxshard.inference.generate import sample_text
 from jaxshard.models.presets import Architecture
-from jaxshard.options import Given
 from jaxshard.parallel.mesh import MeshShape, parse_mesh
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import memory_line, show_program, size_text

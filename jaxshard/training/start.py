@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import jax
 
 from jaxshard.config import Config
-from jaxshard.config_file import config_to_yaml, load_config
+from jaxshard.config.file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture

@@ -1,0 +1,135 @@
+"""Configurations as YAML: read with every name checked, written so that reading gives back the same. Free of jax."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxshard.config import Config, unread
+from jaxshard.config.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping, suggest
+from jaxshard.errors import InputError, nearest
+
+
+def load_config(path: str | Path, saved: bool = False) -> Config:
+    """Returns the configuration of a YAML file; what it leaves out keeps its default.
+
+    With `saved`, what nothing reads is left out too: a run that was saved before such options were refused goes on.
+
+    Raises:
+      InputError: no such file, not YAML, an unknown or repeated key, a value of a wrong type or out of range. The
+        message starts with the path and, where there is one, the line.
+    """
+    options = options_of(Config())
+    mapping = _read(Path(path), [option.name for option in options])
+    try:
+        values = parse_mapping(make_parser(options), options, mapping)
+        return instantiate(Config(), values | defaults_of(unread(values)) if saved else values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def defaults_of(names: Iterable[str]) -> dict[str, Any]:
+    """Defaults of options of the configuration, by dotted name."""
+    return {option.name: option.default for option in options_of(Config()) if option.name in set(names)}
+
+
+def config_to_yaml(config: Config, comments: bool = False) -> str:
+    """Returns YAML from which `load_config` makes an equal configuration; `comments` adds each field's help."""
+    text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    return _commented(text, config) if comments else text
+
+
+def _plain(value: Any) -> Any:
+    """Tuples become lists: YAML knows no tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
+
+
+def _commented(text: str, config: Config) -> str:
+    docs = {option.name: option.doc for option in options_of(config)}
+    groups = {field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(field.type)}
+    lines, group = [], ""
+    for line in text.splitlines():
+        key = line.partition(":")[0]
+        if not line.startswith((" ", "-")):
+            group = f"{key}." if key in groups else ""
+            lines += [""] if group else []
+        indent = "  " if line.startswith(" ") else ""
+        if doc := docs.get(f"{group if indent else ''}{key.strip()}"):
+            lines += textwrap.wrap(doc, 116, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: Path, names: list[str]) -> dict[str, Any]:
+    """Returns the mapping in a YAML file, its keys checked against `names` (dotted)."""
+    try:
+        loader = PlainLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        mapping = loader.construct_document(root) if root else None
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file{_nearest_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8; a configuration is a YAML text file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise InputError(_syntax(path, error)) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid YAML ({error})") from None
+    if root is None or mapping is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        found = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
+        raise InputError(f"{path}: a configuration is a mapping such as 'train: {{steps: 100}}', not {found}")
+    groups = {name.partition(".")[0] for name in names if "." in name}
+    first_lines: dict[str, int] = {}
+    for name, line, value in _keys(root, groups):
+        where = f"{path} line {line}"
+        if name in first_lines:
+            raise InputError(f"{where}: {name} was given in line {first_lines[name]} already; keep one of the two")
+        first_lines[name] = line
+        if name in groups:
+            if not isinstance(value, yaml.MappingNode):
+                raise InputError(f"{where}: {name} is a group of keys, such as {_example(name, names)}")
+        elif name not in names:
+            raise InputError(f"{where}: unknown key {name}{suggest(name, [*names, *groups])}")
+    assert isinstance(mapping, dict)
+    return {key: value for key, value in mapping.items() if value is not None or key not in groups}
+
+
+def _keys(root: yaml.MappingNode, groups: set[str]) -> Iterator[tuple[str, int, yaml.Node]]:
+    """Yields (dotted name, line, value) of each key, groups before their members; an empty group is left out."""
+    for key, value in root.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in groups and _is_null(value):
+            continue
+        yield name, line, value
+        if name in groups and isinstance(value, yaml.MappingNode):
+            for inner, inner_value in value.value:
+                yield f"{name}.{inner.value}", inner.start_mark.line + 1, inner_value
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return node.tag == "tag:yaml.org,2002:null"
+
+
+def _example(group: str, names: list[str]) -> str:
+    member = next(name for name in names if name.startswith(f"{group}.")).partition(".")[2]
+    return f"'{group}: {{{member}: ...}}'"
+
+
+def _syntax(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "no YAML"
+    return f"{path}{f' line {mark.line + 1}' if mark else ''}: not valid YAML ({' '.join(str(problem).split())})"
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent})"
+    return nearest(path.name, [other.name for other in path.parent.glob("*.y*ml")])

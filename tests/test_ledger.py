@@ -1,0 +1,235 @@
+"""Found = expected on faked CPU devices, and mistakes that the comparison catches and names.
+
+The same for absent GPUs and TPUs: test_ledger_gpu.py, test_ledger_tpu.py.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+from ledger_layouts import (
+    ALL,
+    CUT,
+    FULL_KV,
+    MIXED_KV,
+    PADDED,
+    PIPELINES,
+    agreeing,
+    config,
+    ledger,
+    program_for,
+)
+
+from jaxshard.analysis.compare import check
+from jaxshard.analysis.expected import expected
+from jaxshard.analysis.facts import facts_of
+from jaxshard.analysis.reasons import Subject, reason
+from jaxshard.parallel.layout import Layout
+from jaxshard.training import gradients, step
+
+CPU = "cpu:8"
+
+
+def test_a_cpu_rewrites_and_it_is_said():
+    """Input gradients are summed once for each product, where other compilers sum the products first."""
+    found = agreeing(config("dp=4,tp=2", 3), CPU)
+    assert found.check is not None
+    words = " ".join(found.check.rewrites)
+    for word in ("for reduce-scatter", "f32", "one sum for each product that reads the input"):
+        assert word in words
+
+
+SLOW = (
+    "ddp, deferred",
+    "ddp with tp",
+    "hsdp zero 3, accumulation, sp",
+    "tp sp, full",
+    "tp, shared kv heads",
+    "gpt2 tp sp",
+    "gpipe",
+    "interleaved, zero 1, sp, accumulation",
+    "1f1b, zero 3 with tp, full",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_found_is_expected(name):
+    agreeing(ALL[name], CPU)
+
+
+@pytest.mark.slow
+def test_what_is_not_predicted_is_said(capsys):
+    """Muon multiplies matrices that are split: listed, and not compared."""
+    found = agreeing(config("dp=4,tp=2", 1, optim="muon"), CPU)
+    own = sum(row.total for row in found.rows if row.family == "optimizer")
+    assert own > 0
+    found.show()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{own:,} bytes are not compared" in said and "nothing unexpected in all that is predicted" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_deferred_gradients_are_compared_whatever_the_optimizer(name):
+    """They are reduced where the optimizer's own arithmetic stands: outside of both passes."""
+    found = agreeing(config("dp=8", 0, optim=name, accumulation=2), CPU)
+    assert any(row.family == "vector" and row.phase == "outside" for row in found.rows)
+
+
+def test_layers_updated_one_by_one_are_recognised():
+    """GPUs gather along the outermost dim, whichever is cut: gate [128, 384] comes as [8 x 128, 384 / 8]."""
+    facts = facts_of(program_for(config("dp=8", 1, offload="optimizer"), CPU))
+    name = "jit(train_step)/while/body/closed_call/convert_element_type"
+    why = lambda dims, name, facts=facts: reason(Subject("all-gather", ("data",), dims, "bf16", name), facts).family
+    assert why((1024, 48), name) == why((64, 32, 16), name) == "update"
+    assert (
+        why((1024, 47), name) == why((1024, 48), f"jvp({name})") == why((1024, 48), name, replace(facts, zero=3)) == ""
+    )
+
+
+def test_what_tpus_pad_and_put_side_by_side_is_recognised():
+    facts = facts_of(program_for(config("replica=2,dp=4", 1, PADDED), CPU))
+    assert facts.padded((192, 64)) == ("blocks.attention.key", 32 * 64)
+    assert facts.padded((193, 64)) == facts.padded((160, 64)) == ("", 0)
+    for zero, name in ((1, "jit(train_step)/convert_element_type"), (3, "state.params['embedding']['tokens']")):
+        facts = facts_of(program_for(config("dp=8", zero, CUT), CPU))
+        subject = Subject("all-gather", ("data",), (8, 320, 200), "bf16", name, zero == 3)
+        assert reason(subject, facts).family == ("gather" if zero == 3 else "update")
+        assert reason(replace(subject, dims=(8, 321, 200)), facts).family == ""
+        assert reason(replace(subject, op_name="jvp()/add", from_parameter=False), facts).family == ""
+
+
+def unexpected(program) -> list[str]:
+    """What the comparison holds against a program."""
+    found = ledger(program, CPU)
+    assert not found.ok and found.check is not None
+    return [item.reason for item in found.check.failures]
+
+
+def constrain_otherwise(monkeypatch, axes, changed):
+    """Replaces the constraint of the activations with these logical axes."""
+    whole = Layout.shard
+    other = lambda self, x, names, name=None: whole(self, x, changed if names == axes else names, name)
+    monkeypatch.setattr(Layout, "shard", other)
+
+
+def test_a_dropped_activation_constraint(monkeypatch):
+    stream = ("batch", "residual_sequence", "embed")
+    constrain_otherwise(monkeypatch, stream, (None, None, "embed"))
+    reasons = unexpected(program_for(config("dp=8", precision="fp32"), CPU))
+    assert any("an activation travels over dp" in reason for reason in reasons), reasons
+
+
+def test_logits_that_are_gathered(monkeypatch):
+    logits = ("batch", "sequence", "vocab")
+    constrain_otherwise(monkeypatch, logits, ("batch", "sequence", None))
+    reasons = unexpected(program_for(config("dp=4,tp=2", precision="fp32"), CPU))
+    assert any("the loss is not vocabulary-parallel" in reason for reason in reasons), reasons
+
+
+def test_a_parameter_that_stays_whole():
+    program = program_for(config("dp=8", 3, precision="fp32"), CPU)
+    params = jax.tree.map(lambda leaf: leaf, program.abstract.params)
+    down = params["blocks"]["mlp"]["down"]
+    whole = program.layout.sharding(PartitionSpec())
+    params["blocks"]["mlp"]["down"] = jax.ShapeDtypeStruct(down.shape, down.dtype, sharding=whole)
+    found = ledger(replace(program, abstract=replace(program.abstract, params=params)), CPU)
+    (leaf,) = found.replicated
+    assert (leaf.path, leaf.bytes) == ("blocks.mlp.down", 4 * down.size)
+    assert not found.ok and found.check is not None
+    # Where it is whole nothing gathers it: forward, backward or both, as the compiler lays out what it keeps.
+    (missing,) = found.check.missing
+    assert missing.reason == "ZeRO-3 parameter gather" and 0.9 <= missing.bytes / (4 * down.size) <= 2
+
+
+def test_moments_that_stay_whole():
+    program = program_for(config("dp=8", 1, precision="fp32"), CPU)
+    whole = program.layout.sharding(PartitionSpec())
+    lie_whole = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+    moments = jax.tree.map(lie_whole, program.abstract.moments)
+    found = ledger(replace(program, abstract=replace(program.abstract, moments=moments)), CPU)
+    assert not found.ok and found.program is not None and found.program.replicated == []
+    size = {leaf.path: leaf.bytes for leaf in found.replicated}
+    assert len(size) == 2 * len(jax.tree.leaves(program.abstract.params))  # mean and mean square
+    (down, again) = (size[path] for path in size if path.endswith("blocks.mlp.down"))
+    assert down == again == 4 * 3 * 384 * 128
+    assert all("of the moments, and the rules split them" in leaf.why for leaf in found.replicated)
+
+
+def test_small_unexpected_pieces_are_added_up(monkeypatch):
+    """The sequences are shifted and shifted back: traffic in several pieces, none of which is all of it."""
+    plain = gradients.cross_entropy
+    there_and_back = lambda x: jnp.roll(jnp.roll(x, 1, 0) * 1.5, -1, 0) / 1.5
+    moved = lambda spec, x, out, targets: plain(spec, there_and_back(x), out, targets)
+    monkeypatch.setattr(gradients, "cross_entropy", moved)
+    found = ledger(program_for(config("dp=8", precision="fp32"), CPU), CPU)
+    facts = found.facts
+    assert found.check is not None and facts is not None
+    sizes = [item.bytes for item in found.check.unexpected]
+    judged = lambda limit: check(found.rows, facts, "cpu", limit).failures
+    assert max(sizes) < sum(sizes) - 1
+    assert judged(sum(sizes) - 1) == found.check.unexpected and judged(sum(sizes)) == ()
+
+
+def test_zero_3_undone(monkeypatch):
+    """All parameters whole before the step: nothing unexpected travels, and every device holds them all at once."""
+    plain = step.gradients
+
+    def whole(recipe, params, *rest):
+        base = recipe.layout.tree(lambda specs: specs.base)
+        return plain(recipe, jax.tree.map(jax.lax.with_sharding_constraint, params, base), *rest)
+
+    monkeypatch.setattr(step, "gradients", whole)
+    found = ledger(program_for(config("dp=8", 3, precision="fp32"), CPU), CPU)
+    assert not found.ok and not found.replicated and found.facts is not None
+    assert found.check is not None and not found.check.failures
+    said = " ".join(found.check.undone)
+    assert "expected and not found" in said and "gathered in one call" in said and "blocks.mlp.down" in said
+    assert found.to_dict()["undone"] == list(found.check.undone)
+    assert check(found.rows, replace(found.facts, gathered_once=True), "cpu").undone == ()
+
+
+def test_a_sum_where_a_scatter_would_do_is_no_excuse_on_gpus():
+    """A GPU program that all-reduces ZeRO gradients is reported, with the bytes."""
+    found = ledger(program_for(config("dp=8", 1, precision="fp32"), CPU), CPU)  # the CPU compiler does just that
+    assert found.ok and found.facts is not None
+    judged = check(found.rows, found.facts, "gpu")
+    assert any("twice the bytes" in item.reason for item in judged.unexpected)
+
+
+def test_nor_is_it_for_weights_that_look_like_some_that_are_only_bounded():
+    """Keys and values are whole on every device, and shaped like its queries: those are scattered all the same."""
+    found = ledger(program_for(config("dp=2,tp=4", 1, MIXED_KV, precision="fp32"), CPU), CPU)
+    assert found.ok and found.facts is not None
+    assert found.facts.alike == {"blocks.attention.query", "blocks.attention.out"}
+    query = 3 * 192 * 3 * 32 * 4  # layers, width, a device's heads, fp32
+    said = {item.reason.partition(":")[0]: item.bytes for item in check(found.rows, found.facts, "gpu").unexpected}
+    assert said["gradient reduction of norms, biases and whole tables"] == 2 * query
+    assert said["gradient reduction"] > 2 * query  # MLP and vocabulary: compared in closed form, as ever
+    nothing = check([], found.facts, "gpu")
+    assert nothing.missing and not nothing.unexpected
+
+
+def test_gradients_of_kv_heads_that_several_devices_use_are_summed_and_not_gathered():
+    found = agreeing(config("dp=2,tp=4", 0, MIXED_KV), CPU)
+    kv = [row for row in found.rows if row.family == "kv"]
+    assert {row.kind for row in kv} == {"all-reduce"} and {row.axes for row in kv} == {("model",)}
+
+
+def test_full_kv_heads_differ_from_shared_ones():
+    each = [facts_of(program_for(config("tp=8", model=model), CPU)) for model in (None, FULL_KV)]
+    shared, split = ({row.family for row in expected(facts)} for facts in each)
+    assert "kv" in shared and "kv" not in split
+
+
+def test_a_pipeline_counts_ticks():
+    """gpipe on 4 stages with 4 microbatches: 7 ticks forward, 7 backward, 4 of which take a loss."""
+    facts = facts_of(program_for(PIPELINES["gpipe"], CPU))
+    stream = 2 * 64 * 128 * 2  # 2 sequences of a microbatch, 64 positions, 128 wide, bf16
+    over_stage = {(row.family, row.text): (row.bytes, row.count) for row in expected(facts) if "stage" in row.axes}
+    assert over_stage[("send", "to the next stage")] == over_stage[("send", "to the stage before")] == (stream, 7)
+    assert over_stage[("stage", "last stage's output, for the loss")] == (stream, 4)
+    assert over_stage[("embedding", "rows of the embedding")] == (stream, 7)
