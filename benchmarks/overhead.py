@@ -17,7 +17,9 @@ from pathlib import Path
 
 import jax
 
+from jaxshard.commands.train import foresight
 from jaxshard.config import Config
+from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import TrainLoader
 from jaxshard.training.evaluate import Evaluator
@@ -59,6 +61,7 @@ def measure(mesh: str, rounds: int, steps: int, folder: Path) -> list[float]:
     compiled = program.step.lower(program.abstract, program.abstract_batch()).compile()
     saved = checkpoints(config)
     console = Console(io.StringIO())
+    above = foresight(console, Given({}), resume=False)
     loader = iter(TrainLoader(dataset, config.train.global_batch, config.train.seed))
     batches = [program.place(next(loader), config.train.accumulation) for _ in range(steps)]
     state = program.init()
@@ -70,7 +73,9 @@ def measure(mesh: str, rounds: int, steps: int, folder: Path) -> list[float]:
         jax.block_until_ready((state, metrics))
         bare = time.perf_counter() - begin
         with open_metrics(folder, config.log) as log:
-            parts = Run(config, program, dataset, folder, saved, log, Evaluator(program, dataset), console, 0.0, None)
+            parts = Run(
+                config, program, dataset, folder, saved, log, Evaluator(program, dataset), console, above, 0.0, None
+            )
             begin = time.perf_counter()
             state, _ = run_steps(parts, compiled, state, 0, StopRequest())
             jax.block_until_ready(state)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxshard.parallel.mesh import AXES, resolve_mesh
+from jaxshard.parallel.axes import AXES
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.program import Program, build_program
 from jaxshard.xla.absent import mesh_for
 from jaxshard.xla.collectives import module_collectives

@@ -9,7 +9,7 @@ import pytest
 from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.training import gradients
 from jaxshard.training.shrink import alike, alone, shrink
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.planner import ranking
 from jaxshard.planner.advice import reasons
 from jaxshard.planner.search import Candidate, Pins, candidates
@@ -187,7 +187,7 @@ def every_mesh():
     for replica, stage, data, model in product(range(1, COUNT + 1), repeat=4):
         fits = HEADS % model == 0 and HIDDEN % model == 0 and LAYERS % stage == 0
         if replica * stage * data * model == COUNT and fits and BATCH % (replica * data) == 0 and replica <= HOSTS:
-            yield MeshShape(replica, stage, data, model)
+            yield MeshShape(replica=replica, stage=stage, data=data, model=model)
 
 
 def test_every_legal_mesh_is_searched_and_no_other():
@@ -208,7 +208,9 @@ def test_every_way_to_cut_the_batch_is_searched():
 
 
 def test_every_stage_of_zero_recomputation_and_sequence_parallelism_is_searched():
-    found = {(c.zero, c.remat, c.sequence_parallel) for c in searched() if c.shape == MeshShape(2, 1, 4, 2)}
+    found = {
+        (c.zero, c.remat, c.sequence_parallel) for c in searched() if c.shape == MeshShape(replica=2, data=4, model=2)
+    }
     assert found == {*product(range(4), ("none", "dots", "full"), (False, True))}
     hosted = {(c.remat, c.offload) for c in searched(offload=True)}
     assert hosted == {*product(("none", "dots", "full", "offload"), ("optimizer",)), ("offload", "none")}

@@ -339,7 +339,8 @@ def test_run_py_is_the_program():
 
 
 def test_characters_that_stdout_lacks_end_nothing():
-    code = "import sys; from jaxshard.commands import cli; cli.overview = lambda: 'x \u2581'; sys.argv[1:] = ['-h']; cli.main()"
+    code = "import sys; from jaxshard.commands import cli; cli.overview = lambda: 'x \u2581'; "
+    code += "sys.argv[1:] = ['-h']; cli.main()"
     environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "x ?\n"), done.stderr

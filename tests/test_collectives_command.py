@@ -26,8 +26,9 @@ from jaxshard.analysis.roofline import seconds_text
 from jaxshard.commands.collectives import size_of
 from jaxshard.commands.table import cli
 from jaxshard.errors import InputError
+from jaxshard.parallel.axes import AXES, MeshShape
 from jaxshard.parallel.distributed import join_processes, launch_arguments
-from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh
+from jaxshard.parallel.mesh import build_mesh
 from jaxshard.planner.confirm import compiler_missing
 from jaxshard.xla.absent import mesh_for
 from jaxshard.xla.hardware import Measured, parse_target

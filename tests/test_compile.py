@@ -15,7 +15,7 @@ from jaxshard.analysis.lock import check_writable
 from jaxshard.commands.table import cli, explain
 from jaxshard.config import Config
 from jaxshard.errors import InputError, RunError
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.xla import absent, compile
 from jaxshard.xla.absent import captured_stderr, devices_for, mesh_for
 from jaxshard.xla.collectives import module_collectives

@@ -13,7 +13,8 @@ from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.config.options import Given
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.mesh import AXES, resolve_mesh
+from jaxshard.parallel.axes import AXES
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.planner import confirm, planner, ranking
 from jaxshard.planner.confirm import compile_step
 from jaxshard.planner.prediction import predict_times

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from jaxshard.commands.cli import run
+from jaxshard.commands.generate import _for_generation
 from jaxshard.config import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
 from jaxshard.config.options import Given
-from jaxshard.inference.generate import _for_generation
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import parse_mesh, resolve_mesh
 from jaxshard.training import start

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import AXES, MeshShape, build_mesh, open_devices, parse_mesh, resolve_mesh
+from jaxshard.parallel.axes import AXES, MeshShape
+from jaxshard.parallel.mesh import build_mesh, open_devices, parse_mesh, resolve_mesh
 
 
 def test_short_and_long_names():

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshard.parallel import pipeline, schedule
-from jaxshard.parallel.mesh import MeshShape, build_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import build_mesh
 from jaxshard.parallel.pipeline import Pipeline, Sums, Weights
 from jaxshard.training.invariance import wide_types
 

@@ -13,7 +13,7 @@ import pytest
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.parallel import schedule
-from jaxshard.parallel.mesh import AXES, MeshShape
+from jaxshard.parallel.axes import AXES, MeshShape
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import size_text, zero_notes
 from jaxshard.training.invariance import compare, compile_quickly, one_step, synthetic_batch, wide_types

@@ -10,7 +10,8 @@ import pytest
 from jaxshard.commands.table import cli
 from jaxshard.config import Config, TrainConfig
 from jaxshard.models.transformer import padded_vocab
-from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.planner.search import Candidate, divisors, pins_of
 
 GIB = 2**30

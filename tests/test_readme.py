@@ -11,7 +11,7 @@ import pytest
 
 from jaxshard.commands.cli import run
 from jaxshard.commands.table import COMMANDS
-from jaxshard.parallel.rules import WEIGHT_RULES, ZERO_TABLES
+from jaxshard.parallel.axes import WEIGHT_RULES, ZERO_TABLES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshard.config import Config, ModelConfig, TrainConfig
 from jaxshard.console import Console
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.rules import (
     Held,
     Replicated,

@@ -11,7 +11,8 @@ from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.models.presets import PRESETS, architecture
-from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.parallel.rules import weight_specs
 from jaxshard.training import shrink as shrink_module
 from jaxshard.training.invariance import wide_types
@@ -69,7 +70,9 @@ def test_every_preset_lies_as_the_full_one(shape):
 def drawn(draw: random.Random) -> tuple[Config, MeshShape]:
     """A small odd configuration."""
     pick = draw.choice
-    shape = MeshShape(pick([1, 1, 2, 3]), pick([1, 1, 2, 4]), pick([1, 2, 3, 4, 8]), pick([1, 1, 2, 3]))
+    shape = MeshShape(
+        replica=pick([1, 1, 2, 3]), stage=pick([1, 1, 2, 4]), data=pick([1, 2, 3, 4, 8]), model=pick([1, 1, 2, 3])
+    )
     kv, family = pick([1, 2, 3, 4, 5, 6]), pick(["llama", "gpt2"])
     each = pick([1, 2, 3, 4]) if family == "llama" else 1
     model = ModelConfig(

@@ -13,7 +13,8 @@ from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainC
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
 from jaxshard.parallel import rules
-from jaxshard.parallel.mesh import MeshShape, parse_mesh, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import parse_mesh, resolve_mesh
 from jaxshard.training.describe import zero_notes
 from jaxshard.training.invariance import compile_quickly, synthetic_batch
 from jaxshard.training.program import Program, build_program, class_bytes

@@ -16,7 +16,8 @@ from jaxshard.config.file import load_config
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
-from jaxshard.parallel.mesh import MeshShape, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.planner import present
 from jaxshard.planner.search import Candidate
 from jaxshard.training import loop, start

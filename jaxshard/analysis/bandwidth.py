@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard.parallel.mesh import AXES, SHORT
+from jaxshard.parallel.axes import AXES, SHORT
 
 ROUNDS = 5
 """Timed rounds of a measurement; the median counts."""

@@ -14,7 +14,7 @@ from jaxshard.analysis.expected import Expected, chosen, expected, open_families
 from jaxshard.analysis.facts import Facts
 from jaxshard.analysis.ledger import Row
 from jaxshard.analysis.reasons import FAMILIES
-from jaxshard.parallel.mesh import SHORT
+from jaxshard.parallel.axes import SHORT
 
 LEAST_THRESHOLD = 1024
 """Unexpected bytes of a step that never matter."""

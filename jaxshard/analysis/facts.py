@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
-from jaxshard.parallel.mesh import AXES, MeshShape
+from jaxshard.parallel.axes import AXES, MeshShape
 from jaxshard.parallel.remat import parse_remat
 from jaxshard.parallel.rules import local_shape
 from jaxshard.parallel.schedule import Schedule

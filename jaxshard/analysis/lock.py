@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshard.errors import InputError
-from jaxshard.views.tables import in_short
+from jaxshard.parallel.axes import in_short
 
 TOLERANCE = 0.02
 """Share by which a locked figure may be exceeded where --tolerance does not say."""

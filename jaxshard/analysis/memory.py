@@ -38,10 +38,10 @@ from jaxshard.config import Config
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import padded_vocab
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import ZERO_TABLES, MeshShape
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat
-from jaxshard.parallel.rules import ZERO_TABLES, zero_stage
+from jaxshard.parallel.rules import zero_stage
 from jaxshard.parallel.schedule import make
 from jaxshard.training.optimizer import rowwise
 from jaxshard.training.update import table_turns

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxshard.analysis.facts import FLOATS, Dims, Facts
-from jaxshard.parallel.mesh import SHORT
+from jaxshard.parallel.axes import SHORT
 
 Phase = Literal["forward", "recomputed", "backward", "outside"]
 SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")

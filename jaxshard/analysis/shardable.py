@@ -9,7 +9,7 @@ from jaxshard.analysis.state_bytes import padded, table_of
 from jaxshard.config import OptimConfig
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.rules import Held, check_replicated, replicated
 

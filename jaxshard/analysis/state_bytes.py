@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxshard.config import Config, OptimConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import ZERO_TABLES, MeshShape
 from jaxshard.parallel.precision import POLICIES
-from jaxshard.parallel.rules import ZERO_TABLES, add_data_axis, base_axes, zero_stage
+from jaxshard.parallel.rules import add_data_axis, base_axes, zero_stage
 from jaxshard.training.optimizer import build, owners, state_axes
 
 BATCH_ARRAYS = 4
@@ -134,7 +134,7 @@ def elements_per_device(row: Row, shape: MeshShape, spread: bool) -> int:
     axes = base_axes(sizes, row.axes, shape)
     if spread:
         axes = add_data_axis(sizes, row.axes, axes, shape) or axes
-    return math.prod(sizes) // math.prod(getattr(shape, axis) for dim in axes for axis in dim)
+    return math.prod(sizes) // shape.ways(axis for dim in axes for axis in dim)
 
 
 def padded(row: Row, shape: MeshShape) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxshard.analysis.reasons import place
 from jaxshard.analysis.roofline import Roofline, roofline
-from jaxshard.parallel.mesh import SHORT
+from jaxshard.parallel.axes import SHORT
 from jaxshard.xla.collectives import Collective, module_collectives
 from jaxshard.xla.compile import Compiled
 from jaxshard.xla.hlo import HOST_SPACE, Instruction, Module, leaves, shape_bytes

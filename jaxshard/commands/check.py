@@ -9,7 +9,8 @@ from jaxshard.console import Console
 from jaxshard.data.tokenizer import load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture
-from jaxshard.parallel.mesh import MeshShape, open_devices, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import open_devices, resolve_mesh
 from jaxshard.training.describe import placed
 from jaxshard.training.invariance import (
     TOLERANCE,

@@ -14,8 +14,9 @@ from jaxshard.analysis.roofline import seconds_text
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
+from jaxshard.parallel.axes import SHORT
 from jaxshard.parallel.distributed import join_processes, stdout_to_stderr
-from jaxshard.parallel.mesh import SHORT, build_mesh, open_devices, resolve_mesh
+from jaxshard.parallel.mesh import build_mesh, open_devices, resolve_mesh
 from jaxshard.xla.hardware import parse_target
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -2,18 +2,19 @@
 
 import importlib.metadata
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxshard.analysis.compare import Check, check
+from jaxshard.analysis.compare import check
+from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.facts import Facts, facts_of
-from jaxshard.analysis.ledger import Row, bytes_by_axis, rows
+from jaxshard.analysis.ledger import rows
 from jaxshard.analysis.lock import check_same, differences, hold, read_lock
-from jaxshard.analysis.shrink_advice import LargeBuffer, large_buffers
+from jaxshard.analysis.shrink_advice import large_buffers
 from jaxshard.commands.explain_options import check_compare, check_options, named_folder
 from jaxshard.commands.explain_schedule import show_schedule
 from jaxshard.config import Config
@@ -25,9 +26,10 @@ from jaxshard.parallel.rules import Replicated, zero_stage
 from jaxshard.planner.confirm import compile_step, tokenizer_size
 from jaxshard.training.program import Program
 from jaxshard.training.state import state_shardings
+from jaxshard.views.report import write_pictures, write_report
 from jaxshard.views.tables import show, show_differences
 from jaxshard.xla.absent import shape_for
-from jaxshard.xla.compile import Compiled, DoesNotFit, Memory, SpmdWarning, compile_for
+from jaxshard.xla.compile import Compiled, DoesNotFit, compile_for
 from jaxshard.xla.flops import computation_flops
 from jaxshard.xla.hardware import Target, chip_of, parse_target
 from jaxshard.xla.loops import Scope
@@ -35,73 +37,8 @@ from jaxshard.xla.loops import Scope
 _PACKAGES = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What is known of one compiled function."""
-
-    target: str
-    platform: str
-    compiler: str
-    mesh: str
-    """As --mesh takes it, or axes and sizes."""
-    sizes: dict[str, int]
-    """Of all axes of the mesh, outermost first."""
-    zero: int | None
-    rows: tuple[Row, ...]
-    check: Check | None
-    """Found against expected, for the train step."""
-    not_compared: str
-    """Why there is no check, or ""."""
-    memory: Memory
-    usable: int
-    """Bytes of a device that a program may take; 0 where that is not known."""
-    flops: float
-    """Matrix FLOPs of one device in one run."""
-    replicated: tuple[Replicated, ...]
-    warnings: tuple[SpmdWarning, ...]
-    buffers: tuple[LargeBuffer, ...]
-    program: Program | None = field(default=None, repr=False)
-    facts: Facts | None = field(default=None, repr=False)
-
-    @property
-    def ok(self) -> bool:
-        """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
-        ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
-        agrees = self.check is None or not (self.check.failures or self.check.undone)
-        return len(self.replicated) == ruled and agrees
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within a device's memory; compilers for GPUs do not refuse what is not."""
-        return self.usable == 0 or self.memory.peak <= self.usable
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
-        compared = self.check
-        return {
-            "target": self.target,
-            "jax": jax.__version__,
-            "compiler": self.compiler,
-            "mesh": self.mesh,
-            "zero": self.zero,
-            "collectives": [_row(row) for row in self.rows],
-            "bytes_by_axis": bytes_by_axis(self.rows),
-            "expected": [
-                {"kind": e.kind, "axes": list(e.axes), "bytes": e.bytes, "count": e.count, "reason": e.reason}
-                for e in (compared.expected if compared else ())
-            ],
-            "unexpected": [asdict(item) for item in (compared.unexpected if compared else ())],
-            "missing": [asdict(item) for item in (compared.missing if compared else ())],
-            "undone": list(compared.undone if compared else ()),
-            "rewrites": list(compared.rewrites if compared else ()),
-            "unpredicted": list(compared.unpredicted) if compared else [self.not_compared],
-            "memory": asdict(self.memory),
-            "fits": self.fits,
-            "temporaries": [asdict(buffer) for buffer in self.buffers],
-            "flops": self.flops,
-            "replicated": [asdict(leaf) for leaf in self.replicated],
-            "warnings": [asdict(warning) for warning in self.warnings],
-        }
+class Explained(Explanation):
+    """An explanation that can show itself."""
 
     def show(self, console: Console | None = None) -> None:
         """Prints the ledger and what follows from it."""
@@ -109,35 +46,14 @@ class Explanation:
 
     def report(self, file: str | Path) -> None:
         """Writes a self-contained HTML page."""
-        from jaxshard.views.report import write_report
-
         write_report(self, Path(file))
 
     def pictures(self, folder: str | Path) -> list[Path]:
         """Writes the page's pictures as PNG files, and returns their names."""
-        from jaxshard.views.report import write_pictures
-
         return write_pictures(self, Path(folder))
 
 
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "axes": list(row.axes),
-        "bytes": row.bytes,
-        "count": row.count,
-        "exact": row.exact,
-        "reason": row.reason,
-        "source": row.source,
-        "parameters": row.parameters,
-        "async": row.is_async,
-        "overlap": row.overlap,
-        "dtype": row.dtype,
-        "note": row.note,
-    }
-
-
-def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None) -> Explanation:
+def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None) -> Explained:
     """Compiles a jitted function and says what travels between devices, how often, where from, and what it takes.
 
     Args:
@@ -179,7 +95,7 @@ def _mesh_of(args: Any) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def explain_config(config: Config, target: str = "local", threshold: int | None = None) -> Explanation:
+def explain_config(config: Config, target: str = "local", threshold: int | None = None) -> Explained:
     """Explains the train step of a configuration.
 
     Raises:
@@ -199,7 +115,7 @@ def explain_config(config: Config, target: str = "local", threshold: int | None 
     return explain_program(confirmed.program, _fits(confirmed.result), threshold)
 
 
-def explain_program(program: Program, compiled: Compiled, threshold: int | None = None) -> Explanation:
+def explain_program(program: Program, compiled: Compiled, threshold: int | None = None) -> Explained:
     """Explains the compiled step of a program; `threshold` as in `check`."""
     facts = facts_of(program)
     found = _explanation(compiled, str(program.layout.shape), facts.sizes, facts, threshold)
@@ -250,11 +166,11 @@ def _fits(result: Compiled | DoesNotFit) -> Compiled:
 
 def _explanation(
     compiled: Compiled, mesh: str, sizes: dict[str, int], facts: Facts | None = None, threshold: int | None = None
-) -> Explanation:
+) -> Explained:
     found = rows(compiled.module, sizes, facts)
     platform = compiled.target.chip.platform
     why = "" if facts else "what a function of your own should send is not known"
-    return Explanation(
+    return Explained(
         target=compiled.target.name,
         platform=platform,
         compiler=_compiler(platform),

@@ -1,7 +1,6 @@
 """`explain --schedule`: the pipeline of a configuration, drawn, with its bubble counted and by formula."""
 
 import math
-import string
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,14 @@ from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.mesh import MeshShape, open_devices, parse_mesh, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import open_devices, parse_mesh, resolve_mesh
 from jaxshard.parallel.rules import zero_stage
 from jaxshard.parallel.schedule import Schedule, bubble_formula, bubble_fraction
 from jaxshard.planner.confirm import tokenizer_size
 from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.program import check_fit
-from jaxshard.views.schedule_draw import draw_png, draw_text
+from jaxshard.views.schedule_draw import draw_png, draw_text, sentences
 from jaxshard.xla.absent import shape_for
 from jaxshard.xla.hardware import parse_target
 
@@ -79,26 +79,6 @@ def facts(schedule: Schedule) -> dict[str, Any]:
         "bubble_counted": bubble_fraction(schedule),
         "bubble_formula": bubble_formula(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks),
     }
-
-
-def sentences(schedule: Schedule) -> list[str]:
-    """What the drawing means, and its bubble: counted, and by formula."""
-    S, M, V = schedule.stages, schedule.microbatches, schedule.chunks
-    F, B = schedule.forward_halves, schedule.backward_halves
-    letters = f"; the letters {string.ascii_letters[0]} to {string.ascii_letters[V - 1]} are a stage's {V} chunks"
-    idle = S * (F + B) - 2 * S * V * M
-    if M >= S:
-        formula = f"{'(S-1)/(V*M+S-1)' if V > 1 else '(S-1)/(M+S-1)'} = {S - 1}/{V * M + S - 1}"
-    else:  # then the way of one microbatch through all virtual stages is what counts
-        formula = f"1 - V*M/(V*S+M-1) = {V * S + M - 1 - V * M}/{V * S + M - 1}"
-        formula += f" (for fewer microbatches than stages; (S-1)/(V*M+S-1) would be {(S - 1) / (V * M + S - 1):.1%})"
-    return [
-        "A number is the microbatch, a dot a bubble" + (letters if 1 < V <= 26 else "") + ".",
-        f"Bubble counted from the table: {idle} of {S * (F + B)} halves are idle, {bubble_fraction(schedule):.1%}.",
-        f"Bubble by formula: {formula}, {bubble_formula(schedule.name, S, M, V):.1%}.",
-        f"The table has {schedule.ticks} ticks, and the formula's denominator is {F}: a tick runs a forward half, a "
-        f"backward half or both, {F} and {B} in all, and only those take time.",
-    ]
 
 
 def _shape(config: Config, target: str) -> MeshShape:

@@ -218,7 +218,7 @@ COMMANDS = (
     Command(
         "eval",
         "Evaluate a run's checkpoint on the held-out documents.",
-        "jaxshard.training.evaluate:run",
+        "jaxshard.commands.eval:run",
         EvalOptions(),
         lambda options: "needed",
         wants_given=True,
@@ -227,7 +227,7 @@ COMMANDS = (
     Command(
         "generate",
         "Write text with a run's checkpoint.",
-        "jaxshard.inference.generate:run",
+        "jaxshard.commands.generate:run",
         GenerateOptions(),
         lambda options: "needed",
         wants_given=True,
@@ -244,7 +244,7 @@ COMMANDS = (
     Command(
         "plan",
         "Find the best layout for a model on a target, with its memory, time and reasons; needs no devices.",
-        "jaxshard.planner.planner:run",
+        "jaxshard.commands.plan:run",
         PlanOptions(),
         wants_given=True,
         reads=_STEP,

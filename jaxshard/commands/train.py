@@ -7,6 +7,8 @@ from jaxshard.analysis.arithmetic import flops_per_token
 from jaxshard.config import Config
 from jaxshard.config.options import Given
 from jaxshard.console import Console
+from jaxshard.data.tokenizer import Tokenizer
+from jaxshard.inference.generate import sample_text
 from jaxshard.planner import present
 from jaxshard.training import loop
 from jaxshard.training.foresight import Foresight
@@ -16,13 +18,19 @@ from jaxshard.xla.hardware import chip_of
 
 def run(config: Config, *, console: Console, given: Given, resume: str | None) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
-    foresight = Foresight(
+    handed = foresight(console, given, resume is not None)
+    return loop.run(config, console=console, given=given, resume=resume, foresight=handed)
+
+
+def foresight(console: Console, given: Given, resume: bool) -> Foresight:
+    """What the training loop is handed from the floors above it."""
+    return Foresight(
         arithmetic=arithmetic,
-        layout=partial(present.layout, console=console, given=given, resume=resume is not None),
+        layout=partial(present.layout, console=console, given=given, resume=resume),
         memory=present.forecast,
         remedy=partial(present.remedy, given=given),
+        sample=sample,
     )
-    return loop.run(config, console=console, given=given, resume=resume, foresight=foresight)
 
 
 def arithmetic(program: Program) -> tuple[float, float | None]:
@@ -31,3 +39,9 @@ def arithmetic(program: Program) -> tuple[float, float | None]:
     chip = chip_of(devices[0].device_kind)
     peak = chip.bf16_flops * len(devices) if chip is not None and chip.bf16_flops else None
     return flops_per_token(program.model.arch, program.config.data.seq_len), peak
+
+
+def sample(program: Program, params: Any, tokenizer: Tokenizer) -> str:
+    """A text that a trained model writes, at most 120 tokens long."""
+    (text,) = sample_text(program, params, tokenizer, prompt="def ", max_new_tokens=120)
+    return text

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import Context, TokenInfo
 from jaxshard.models.transformer import Model, slotted
+from jaxshard.parallel.axes import STAGE
 from jaxshard.parallel.layout import Layout
 
 
@@ -95,7 +96,7 @@ def _one_layer(layout: Layout, blocks: Any, place: jax.Array) -> Any:
         # the sum over stages takes the right one: adding zeros is exact.
         stages = layout.shape.stage
         each = a.shape[0] // stages
-        split = layout.sharding(PartitionSpec("stage", None, *specs.parameters[1:]))
+        split = layout.sharding(PartitionSpec(STAGE, None, *specs.parameters[1:]))
         stacks = jax.lax.with_sharding_constraint(a.reshape(stages, each, *a.shape[1:]), split)
         offers = jax.lax.dynamic_index_in_dim(stacks, place % each, 1, keepdims=False)
         right = (jnp.arange(stages) == place // each).reshape(stages, *[1] * (offers.ndim - 1))

@@ -9,29 +9,21 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.config import Config
-from jaxshard.config.options import Given
-from jaxshard.console import Console
-from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
+from jaxshard.data.tokenizer import IdTokenizer, Tokenizer
 from jaxshard.errors import InputError
 from jaxshard.inference import decode
 from jaxshard.inference.sampling import PLAIN, Sampling, choose
 from jaxshard.models.layers import Context
-from jaxshard.models.presets import Architecture, architecture
+from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import Model
 from jaxshard.parallel.layout import Layout
-from jaxshard.parallel.mesh import MeshShape, open_devices, resolve_mesh
-from jaxshard.training.leftovers import for_forward, own_devices
-from jaxshard.training.pipeline_plan import OPTIONS
-from jaxshard.training.program import Program, build_program
-from jaxshard.training.start import restore_parameters
+from jaxshard.training.program import Program
 
 SLOTS = 64
 """The cache's length is rounded up to a multiple, so that prompts of like length share a compiled program."""
@@ -228,56 +220,3 @@ def continuation(tokenizer: Tokenizer, ids: np.ndarray, new: np.ndarray) -> str:
     """Text of new ids. They are decoded behind the prompt, since spaces and split characters depend on it."""
     before, both = tokenizer.decode(ids), tokenizer.decode(np.concatenate([ids, new]))
     return both[len(before) :] if both.startswith(before) else tokenizer.decode(new)
-
-
-def run(
-    config: Config,
-    *,
-    console: Console,
-    given: Given,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    greedy: bool,
-    samples: int,
-    checkpoint: int | None,
-) -> dict[str, Any]:
-    """The command `generate`: continues a prompt with a checkpoint of the run in `config.output`.
-
-    Returns step, prompt, and samples: text (of the new tokens), tokens, and end (whether the document ended).
-
-    Raises:
-        InputError: there is no such checkpoint, or the model cannot take the prompt.
-    """
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    config = own_devices(config, given)
-    devices = open_devices(config.mesh, config.devices, config.fake_devices)
-    fitting = _for_generation(config, given, tokenizer.vocab_size, resolve_mesh(config.mesh, len(devices)))
-    program = build_program(fitting, devices, tokenizer.vocab_size)
-    ids = prompt_ids(tokenizer, prompt)
-    check_prompts(program.model.arch, [ids], max_new_tokens)
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
-    room = room_for(program.model.arch, len(ids))
-    if max_new_tokens > room:
-        console.warn(f"beyond {room:,} new tokens the text is longer than what the model was made for (max_seq_len)")
-    sampling = Sampling(temperature, top_k, top_p, greedy)
-    write = generator(program)
-    console.line(f"compiling for {samples} sample{'s' * (samples > 1)} of up to {max_new_tokens:,} tokens ...")
-    written = write(params, [ids] * samples, max_new_tokens, sampling, config.train.seed, tokenizer.eod)
-    results = []
-    for number, new in enumerate(written, 1):
-        text, ended = continuation(tokenizer, ids, new), len(new) < max_new_tokens
-        results.append({"text": text, "tokens": len(new), "end": ended})
-        console.heading(f"step {step}, sample {number} of {samples}: {len(new):,} tokens{', its end' * ended}")
-        console.line(prompt + text)
-    return {"step": step, "prompt": prompt, "samples": results}
-
-
-def _for_generation(config: Config, given: Given, vocab_size: int, shape: MeshShape) -> Config:
-    """The configuration without what only training needs, its batch and its schedule too."""
-    unused = {name: None for name in OPTIONS if f"train.{name}" not in given.options}
-    changes = dict(global_batch=shape.batch_ways, accumulation=1, sequence_parallel=False, **unused)
-    config = replace(config, train=replace(config.train, **changes))
-    return for_forward(given, config, architecture(config.model, vocab_size, config.data.seq_len), shape)

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import BATCH_AXES, SEQUENCE_RULES, MeshShape
 from jaxshard.parallel.precision import Policy
 from jaxshard.parallel.remat import WEIGHT_NAME
 from jaxshard.parallel.rules import WeightSpecs, activation_spec, spec_entry, weight_specs
-
-BATCH_AXES = ("replica", "data")
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,11 @@ class Layout:
     @property
     def group_axes(self) -> tuple[str, ...]:
         """Mesh axes that the data groups lie on."""
-        return tuple(axis for axis in BATCH_AXES if getattr(self.shape, axis) > 1)
+        return self.shape.used(BATCH_AXES)
 
     def shard(self, x: jax.Array, axes: tuple[str | None, ...], name: str | None = None) -> jax.Array:
         """Constrains an activation by the logical names of its dims, and names it for rematerialisation."""
-        extra: dict[str, tuple[str, ...]] = {"residual_sequence": ("model",)} if self.sequence_parallel else {}
+        extra: dict[str, tuple[str, ...]] = dict(SEQUENCE_RULES) if self.sequence_parallel else {}
         if self.deferred:
             extra["batch"] = ()  # vmap over the data groups puts the batch axes on a leading dim.
         spec = activation_spec(axes, x.shape, self.shape, extra)

@@ -1,13 +1,8 @@
-"""The device mesh: named axes over real, faked or absent devices.
-
-Axes, outermost (slowest network) first: `replica`, `stage`, `data`, `model`. All four always exist on the mesh; an
-axis of size 1 costs nothing, and so no code asks which axes are in use.
-"""
+"""The device mesh: the axes of `axes` over real, faked or absent devices."""
 
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,40 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxshard.errors import InputError, nearest
+from jaxshard.parallel.axes import ALIASES, AXES, DEFAULT, MODEL, REPLICA, ROWS, MeshShape, mesh_text
 
 Device = Any
 """A jax.Device, which type checkers do not take for a class."""
-
-AXES = ("replica", "stage", "data", "model")
-SHORT = {"replica": "replica", "stage": "pp", "data": "dp", "model": "tp"}
-_ALIASES = {"pp": "stage", "dp": "data", "tp": "model"} | {axis: axis for axis in AXES}
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """Sizes of the four axes; the product is the number of devices."""
-
-    replica: int = 1
-    stage: int = 1
-    data: int = 1
-    model: int = 1
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        return (self.replica, self.stage, self.data, self.model)
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def batch_ways(self) -> int:
-        """Parts that a batch is split into: replica x data."""
-        return self.replica * self.data
-
-    def __str__(self) -> str:
-        used = [f"{SHORT[axis]}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return ",".join(used) or "dp=1"
 
 
 def parse_mesh(text: str | None) -> dict[str, int]:
@@ -61,7 +26,7 @@ def parse_mesh(text: str | None) -> dict[str, int]:
             one size is -1.
     """
     sizes: dict[str, int] = {}
-    for part in (text or "dp=-1").split(","):
+    for part in (text or f"{DEFAULT}=-1").split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name == "auto":
             raise InputError(
@@ -70,10 +35,10 @@ def parse_mesh(text: str | None) -> dict[str, int]:
             )
         if not equals:
             raise InputError(f"--mesh {text!r}: {part!r} is not of the form axis=size, such as dp=4,tp=2")
-        if name not in _ALIASES:
-            valid = "replica, pp (stage), dp (data), tp (model)"
-            raise InputError(f"--mesh {text!r}: unknown axis {name!r}{nearest(name, _ALIASES)}; the axes are {valid}")
-        axis = _ALIASES[name]
+        if name not in ALIASES:
+            valid = ", ".join(row.name if row.short == row.name else f"{row.short} ({row.name})" for row in ROWS)
+            raise InputError(f"--mesh {text!r}: unknown axis {name!r}{nearest(name, ALIASES)}; the axes are {valid}")
+        axis = ALIASES[name]
         if axis in sizes:
             raise InputError(f"--mesh {text!r}: axis {name!r} is given twice; give each axis once")
         try:
@@ -112,12 +77,11 @@ def resolve_mesh(text: str | None, device_count: int) -> MeshShape:
 
 def _suggest(sizes: dict[str, int], device_count: int) -> str:
     """Nearest mesh: keep the inner axes as they are and give the rest of the devices to data."""
-    inner = sizes.get("model", 1)
+    inner = sizes.get(MODEL, 1)
     while inner > 1 and device_count % inner:
         inner -= 1
     inner = max(1, inner)
-    rest = device_count // inner
-    return f"--mesh dp={rest},tp={inner}" if inner > 1 else f"--mesh dp={rest}"
+    return f"--mesh {mesh_text({DEFAULT: device_count // inner} | ({MODEL: inner} if inner > 1 else {}))}"
 
 
 MOST_FAKED = 1024
@@ -201,8 +165,9 @@ def _arrange(shape: MeshShape, devices: Sequence[Device]) -> np.ndarray:
 
         slices = {getattr(device, "slice_index", 0) for device in devices}
         if len(slices) > 1 and shape.replica % len(slices) == 0:
-            inner = (shape.replica // len(slices), *shape.sizes[1:])
-            return mesh_utils.create_hybrid_device_mesh(inner, (len(slices), 1, 1, 1), devices=devices)
+            across = tuple(len(slices) if axis == REPLICA else 1 for axis in AXES)
+            inner = tuple(size // outer for size, outer in zip(shape.sizes, across, strict=True))
+            return mesh_utils.create_hybrid_device_mesh(inner, across, devices=devices)
         return mesh_utils.create_device_mesh(shape.sizes, devices=devices, allow_split_physical_axes=True)
     # Elsewhere hosts are contiguous, so the innermost axis stays inside a host for as long as it fits.
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))

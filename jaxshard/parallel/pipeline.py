@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.parallel.axes import STAGE
 from jaxshard.parallel.schedule import Phase, Schedule
 
-STAGE_AXIS = "stage"
+STAGE_AXIS = STAGE
 
 
 @dataclass(frozen=True)

@@ -24,36 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.config import Config
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import MeshShape
-
-WEIGHT_RULES: dict[str, tuple[str, ...]] = {
-    "layers": ("stage",),
-    "vocab": ("stage", "model"),
-    "heads": ("model",),
-    "kv_heads": ("model",),
-    "mlp": ("model",),
-}
-"""Logical axis of a weight -> mesh axes, outermost first. A name that is not here stays whole."""
-
-ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("replica", "data"),
-    "groups": ("replica", "data"),
-    "heads": ("model",),
-    "kv_heads": ("model",),
-    "mlp": ("model",),
-    "vocab": ("stage", "model"),
-    "stages": ("stage",),
-}
-"""Logical axis of an activation -> mesh axes. Sequence parallelism adds "residual_sequence": ("model",)."""
-
-ZERO_AXIS = "data"
-ZERO_TABLES: dict[int, frozenset[str]] = {
-    0: frozenset(),
-    1: frozenset({"optimizer"}),
-    2: frozenset({"optimizer", "gradients"}),
-    3: frozenset({"optimizer", "gradients", "parameters"}),
-}
-"""ZeRO stage -> classes of state that are sharded over the data axis (ZeRO, Rajbhandari et al. 2020, section 5)."""
+from jaxshard.parallel.axes import ACTIVATION_RULES, WEIGHT_RULES, ZERO_AXIS, ZERO_TABLES, MeshShape
 
 
 def zero_stage(config: Config, shape: MeshShape) -> int:
@@ -89,10 +60,8 @@ def base_axes(shape: Sequence[int], logical: Sequence[str | None], mesh: MeshSha
     used: set[str] = set()
     result = []
     for size, name in zip(shape, logical, strict=True):
-        wanted = tuple(
-            axis for axis in WEIGHT_RULES.get(name or "", ()) if getattr(mesh, axis) > 1 and axis not in used
-        )
-        while wanted and size % math.prod(getattr(mesh, axis) for axis in wanted):
+        wanted = tuple(axis for axis in WEIGHT_RULES.get(name or "", ()) if mesh[axis] > 1 and axis not in used)
+        while wanted and size % mesh.ways(wanted):
             wanted = wanted[1:]
         used.update(wanted)
         result.append(wanted)
@@ -107,10 +76,10 @@ def add_data_axis(
     The layers dim is never taken: a loop over layers would have to gather the whole stack at once.
     Returns None where no dim divides.
     """
-    ways = getattr(mesh, ZERO_AXIS)
+    ways = mesh[ZERO_AXIS]
     if ways == 1:
         return list(axes)
-    local = [size // math.prod(getattr(mesh, a) for a in dim) for size, dim in zip(shape, axes, strict=True)]
+    local = [size // mesh.ways(dim) for size, dim in zip(shape, axes, strict=True)]
     free = [i for i, size in enumerate(local) if logical[i] != "layers" and size % ways == 0]
     if not free:
         return None
@@ -175,18 +144,13 @@ def replicated(arrays: Sequence[Held], mesh: MeshShape, zero: int) -> list[Repli
         axes = base_axes(array.shape, array.axes, mesh)
         if array.kind == "parameters":
             found += _off_their_axes(array, axes, mesh)
-        asked = (
-            array.kind in ZERO_TABLES[zero]
-            and array.path
-            and math.prod(array.shape) > 1
-            and getattr(mesh, ZERO_AXIS) > 1
-        )
+        asked = array.kind in ZERO_TABLES[zero] and array.path and math.prod(array.shape) > 1 and mesh[ZERO_AXIS] > 1
         if asked and add_data_axis(array.shape, array.axes, axes, mesh) is None:
             key = array.path, array.shape
             whole[key] = whole.get(key, 0) + array.bytes
     for (path, shape), size in whole.items():
         what = f"{shape}" if path in weights and weights[path].shape == shape else f"its moments {shape}"
-        why = f"no dim of {what} divides by {ZERO_AXIS} = {getattr(mesh, ZERO_AXIS)} (ZeRO-{zero})"
+        why = f"no dim of {what} divides by {ZERO_AXIS} = {mesh[ZERO_AXIS]} (ZeRO-{zero})"
         found.append(Replicated(path, size, why))
     order = {path: i for i, path in enumerate(weights)}
     return sorted(found, key=lambda leaf: order.get(leaf.path, len(order)))
@@ -196,7 +160,7 @@ def _off_their_axes(weight: Held, axes: Sequence[tuple[str, ...]], mesh: MeshSha
     found = []
     for dim, name, got in zip(weight.shape, weight.axes, axes, strict=True):
         for axis in WEIGHT_RULES.get(name or "", ()):
-            ways = getattr(mesh, axis)
+            ways = mesh[axis]
             if ways > 1 and axis not in got:
                 why = f"{name} = {dim} does not divide by {axis} = {ways}"
                 found.append(Replicated(weight.path, weight.bytes, why))
@@ -234,8 +198,8 @@ def activation_spec(
     rules = ACTIVATION_RULES | extra
     entries = []
     for name, size in zip(axes, sizes, strict=True):
-        wanted = tuple(axis for axis in rules.get(name or "", ()) if getattr(mesh, axis) > 1)
-        while wanted and size % math.prod(getattr(mesh, axis) for axis in wanted):
+        wanted = tuple(axis for axis in rules.get(name or "", ()) if mesh[axis] > 1)
+        while wanted and size % mesh.ways(wanted):
             wanted = wanted[1:]
         entries.append(spec_entry(wanted))
     return PartitionSpec(*entries)
@@ -246,7 +210,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: MeshShape) -> t
     result = []
     for size, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec)), strict=True):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        result.append(size // math.prod(getattr(mesh, axis) for axis in axes))
+        result.append(size // mesh.ways(axes))
     return tuple(result)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxshard.analysis.arithmetic import flops_per_token
 from jaxshard.analysis.memory import gib
 from jaxshard.analysis.roofline import seconds_text
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.planner.host_memory import host_limit
 from jaxshard.planner.ranking import PREFERENCE, Scored, Search, same_program
 from jaxshard.planner.search import REMATS, Candidate

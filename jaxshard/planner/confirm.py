@@ -10,7 +10,6 @@ from jaxshard.analysis.timeline import Timeline, timeline
 from jaxshard.config import Config
 from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import AXES
 from jaxshard.planner.host_memory import host_limit, within_host
 from jaxshard.planner.ranking import Scored, Search, same_program
 from jaxshard.planner.search import Candidate, apply, words
@@ -225,5 +224,5 @@ def _verdict(found: Search, scored: Scored, answers: Answers) -> Verdict:
     if peak > may:
         sizes = (gib(peak), gib(may)) if gib(peak) != gib(may) else (f"{peak:,} bytes", f"{int(may):,}")
         return answers.refuse(scored, f"{sizes[0]} by the compiler, {sizes[1]} may be used.", peak)
-    mesh: dict[str, int] = dict(zip(AXES, c.shape.sizes, strict=True))
+    mesh: dict[str, int] = c.shape.by_axis
     return Verdict(True, peak, timeline(result, mesh) if found.timed else None)

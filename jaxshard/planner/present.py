@@ -18,7 +18,8 @@ from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.mesh import Device, MeshShape, divisors, parse_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import Device, divisors, parse_mesh
 from jaxshard.parallel.offload import machine_bytes
 from jaxshard.planner.planner import command_line
 from jaxshard.planner.ranking import MARGIN, Scored, Search, search

@@ -14,7 +14,7 @@ from jaxshard.analysis.state_bytes import effective_zero, elements_per_device, s
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.planner.prediction import is_known, predict_times
 from jaxshard.planner.search import Candidate, Pins, apply, candidates, obstacle
 from jaxshard.xla.hardware import CHIPS, Target, parse_target

@@ -11,7 +11,8 @@ from jaxshard.analysis.shardable import unsharded
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import SHORT, MeshShape, divisors, parse_mesh
+from jaxshard.parallel.axes import MeshShape, mesh_text
+from jaxshard.parallel.mesh import divisors, parse_mesh
 from jaxshard.training.pipeline_plan import OPTIONS, plan_pipeline
 from jaxshard.training.program import check_fit
 from jaxshard.xla.hardware import GPUS_PER_HOST, Target
@@ -102,7 +103,7 @@ class Pins:
 
     def __str__(self) -> str:
         options = {field: f"--{option}" for option, field in (SEARCHED | DEPENDENT).items()}
-        mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in self.mesh.items())
+        mesh = mesh_text(self.mesh)
         parts = [f"--mesh {mesh}"] if mesh else []
         return " ".join(parts + [f"{options[name]} {value}" for name, value in self.fields.items()])
 
@@ -187,7 +188,7 @@ def meshes(config: Config, arch: Architecture, target: Target, pins: Pins) -> li
             reasons.append(reason)
     if found:
         return found
-    mesh = ",".join(f"{SHORT[axis]}={size}" for axis, size in pins.mesh.items())
+    mesh = mesh_text(pins.mesh)
     if pins.mesh and not reasons:
         raise InputError(
             f"--mesh {mesh} does not make the {target.count} devices of target {target.name}: choose sizes that divide "
@@ -207,7 +208,7 @@ def _factorizations(count: int, pinned: Mapping[str, int]) -> Iterator[MeshShape
     for model in divisors(count):
         for data in divisors(count // model):
             for stage in divisors(count // model // data):
-                shape = MeshShape(count // model // data // stage, stage, data, model)
+                shape = MeshShape(replica=count // model // data // stage, stage=stage, data=data, model=model)
                 sizes = dict(vars(shape))
                 if any(sizes[axis] != size for axis, size in fixed.items()):
                     continue

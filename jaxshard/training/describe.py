@@ -6,19 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.console import Console
-from jaxshard.parallel.mesh import AXES, SHORT
+from jaxshard.parallel.axes import ROWS, axes_text
 from jaxshard.parallel.rules import local_shape
 from jaxshard.training.pipeline_plan import pipeline_notes
 from jaxshard.training.program import Program, class_bytes
 
 GIB = 2**30
-
-_MEANING = {
-    "replica": "copies of everything, gradients all-reduced across (slow network)",
-    "stage": "layers split into pipeline stages",
-    "data": "the batch split; gradients reduced; ZeRO shards state here",
-    "model": "heads, MLP and vocabulary split (tensor parallelism)",
-}
 
 
 def size_text(count: int) -> str:
@@ -36,7 +29,7 @@ def show_program(program: Program, console: Console) -> None:
     console.table(
         f"Mesh {layout.shape}: {layout.shape.devices} x {', '.join(sorted(kinds))}",
         ("axis", "option", "size", "what it does"),
-        [(axis, SHORT[axis], getattr(layout.shape, axis), _MEANING[axis]) for axis in AXES],
+        [(row.name, row.short, layout.shape[row.name], row.holds) for row in ROWS],
     )
     title = f"Weights: {model.arch.parameters:,} parameters, ZeRO-{program.config.zero}"
     console.table(title, *_weights(program, console))
@@ -137,8 +130,7 @@ def placed(axes: tuple[str | None, ...], spec: jax.sharding.PartitionSpec) -> st
     parts = []
     for name, entry in zip(axes, tuple(spec) + (None,) * (len(axes) - len(spec)), strict=True):
         if entry is not None:
-            on = [SHORT[axis] for axis in ((entry,) if isinstance(entry, str) else entry)]
-            parts.append(f"{name or 'dim'} on {'+'.join(on)}")
+            parts.append(f"{name or 'dim'} on {axes_text((entry,) if isinstance(entry, str) else entry)}")
     return ", ".join(parts) or "whole"
 
 

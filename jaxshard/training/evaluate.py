@@ -1,22 +1,14 @@
 """Loss on the held-out documents, weighted by tokens over the whole set whatever the batch size."""
 
 import math
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxshard.config import Config
-from jaxshard.config.options import Given
-from jaxshard.console import Console
 from jaxshard.data import Dataset, eval_batches
 from jaxshard.data.packing import Batch
-from jaxshard.errors import InputError
-from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.program import Program
-from jaxshard.training.start import open_run, restore_parameters
 
 
 class Evaluator:
@@ -54,24 +46,3 @@ def _filled(batch: Batch, rows: int) -> Batch:
     """A batch [B, T] with so many rows of padding behind it."""
     wide = lambda name, a: np.pad(a, ((0, rows), (0, 0)), constant_values=-1 if name == "targets" else 0)
     return {name: wide(name, a) for name, a in batch.items()} if rows else batch
-
-
-def run(config: Config, *, console: Console, given: Given, checkpoint: int | None) -> dict[str, Any]:
-    """The command `eval`: evaluates a checkpoint of the run in `config.output`, on any mesh, on the same rows.
-
-    Raises:
-        InputError: there is no such checkpoint, or nothing was held out.
-    """
-    rows = config.train.global_batch
-    dataset, program = open_run(own_devices(config, given), adapt=partial(for_forward, given))
-    evaluator = Evaluator(program, dataset, rows)
-    if not evaluator.possible:
-        raise InputError("no documents were held out: train with --data.eval_fraction above 0")
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
-    result = evaluator(params)
-    perplexity = math.exp(min(result["eval_loss"], 700.0))
-    console.line(
-        f"step {step}: eval_loss {result['eval_loss']:.4f} over {result['eval_tokens']:,} tokens "
-        f"(perplexity {perplexity:.2f})"
-    )
-    return {"step": step, **result}

@@ -1,12 +1,14 @@
-"""What a run asks of those who know beforehand: `insight`, which lies above and hands these functions down."""
+"""What the training loop is handed by the floors above it: the planner's forecasts, and a sample of the model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from jaxshard.config import Config
+from jaxshard.data.tokenizer import Tokenizer
 from jaxshard.errors import RunError
 from jaxshard.parallel.mesh import Device
 from jaxshard.training.program import Program
@@ -31,7 +33,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Functions of a run that need the planner."""
+    """Functions of a run that stand on higher floors."""
 
     arithmetic: Callable[[Program], tuple[float, float | None]]
     """From a program to (FLOPs per token, FLOP/s of all devices together or None where the chip is not known)."""
@@ -40,6 +42,8 @@ class Foresight:
     memory: Callable[[Program], Forecast]
     remedy: Callable[[Program], str]
     """After out-of-memory: the largest consumers and the nearest plan that takes less."""
+    sample: Callable[[Program, Any, Tokenizer], str]
+    """From a program, its parameters and the tokenizer to a text that the model writes."""
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from jaxshard.config.options import Given, options_of
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
-from jaxshard.parallel.mesh import MeshShape, parse_mesh
+from jaxshard.parallel.axes import STAGE, ZERO_AXIS, MeshShape
+from jaxshard.parallel.mesh import parse_mesh
 from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.foresight import AUTO
 from jaxshard.training.pipeline_plan import OPTIONS
@@ -74,7 +75,7 @@ def _check_accumulation(train: TrainConfig, given: Given, ways: int) -> None:
 def _is_default_zero(mesh: str | None) -> bool:
     """Whether a run on the mesh takes ZeRO-1 unasked; it is written into the run's configuration like a choice."""
     sizes = parse_mesh(mesh)
-    return sizes.get("stage", 1) != 1 and sizes.get("data", 1) != 1
+    return sizes.get(STAGE, 1) != 1 and sizes.get(ZERO_AXIS, 1) != 1
 
 
 def _misfits(train: TrainConfig, zero: int, layers: int, shape: MeshShape) -> list[str]:

@@ -19,9 +19,9 @@ from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import Dataset, TrainLoader
 from jaxshard.errors import RunError
-from jaxshard.inference.generate import sample_text
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import MeshShape, parse_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import parse_mesh
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.describe import memory_line, show_program, size_text
 from jaxshard.training.evaluate import Evaluator
@@ -60,6 +60,7 @@ class Run:
     metrics: Metrics
     evaluator: Evaluator
     console: Console
+    foresight: Foresight
     flops_per_token: float
     peak_flops: float | None
     throughput: Throughput = field(default_factory=Throughput)
@@ -110,7 +111,9 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None, f
         state, start = first_or_restored(program, saved, resume)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         figures = foresight.arithmetic(program)
-        parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, *figures)
+        parts = Run(
+            config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, foresight, *figures
+        )
         write_config(config, folder, start)
         if 0 < parts.end <= start:
             console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
@@ -309,8 +312,7 @@ def _finish(parts: Run, state: TrainState, step: int, start: int, request: StopR
         summary |= (result := _evaluate(parts, step, state))
         console.line(f"eval_loss {result['eval_loss']:.4f} over {result['eval_tokens']:,} tokens")
     parts.saved.wait()
-    (sample,) = sample_text(parts.program, state.params, parts.dataset.tokenizer, prompt="def ", max_new_tokens=120)
-    summary["sample"] = sample
+    summary["sample"] = sample = parts.foresight.sample(parts.program, state.params, parts.dataset.tokenizer)
     console.heading("Sample")
     console.line(sample)
     console.heading(f"Done: step {step} in {time.monotonic() - began:.0f} s")

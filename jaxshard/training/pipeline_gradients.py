@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import TokenInfo
 from jaxshard.models.transformer import Slotted, slotted
-from jaxshard.parallel.layout import BATCH_AXES, Layout, group_spec
+from jaxshard.parallel.axes import BATCH_AXES
+from jaxshard.parallel.layout import Layout, group_spec
 from jaxshard.parallel.pipeline import Pipeline, Sums, Weights, evaluate, gradients
 from jaxshard.parallel.rules import spec_entry
 from jaxshard.training.loss import cross_entropy

@@ -5,7 +5,8 @@ from dataclasses import fields
 from jaxshard.config import TrainConfig
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
-from jaxshard.parallel.mesh import SHORT, MeshShape, divisors
+from jaxshard.parallel.axes import BATCH_AXES, MeshShape
+from jaxshard.parallel.mesh import divisors
 from jaxshard.parallel.schedule import bubble_fraction, layer_order, make
 from jaxshard.training.recipe import PipelinePlan
 
@@ -69,8 +70,7 @@ def _microbatches(train: TrainConfig, shape: MeshShape) -> int:
     if count is None:
         return next((n for n in divisors(sequences) if n >= 2 * shape.stage), sequences)
     if sequences % count:
-        axes = [f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1]
-        parts = " x ".join([*axes, f"accumulation {train.accumulation}"])
+        parts = " x ".join(filter(None, [shape.product_text(BATCH_AXES), f"accumulation {train.accumulation}"]))
         best = min(divisors(sequences), key=lambda n: (abs(n - count), -n))
         batch = max(1, round(train.global_batch / (ways * count))) * ways * count
         raise InputError(

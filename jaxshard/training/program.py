@@ -14,8 +14,9 @@ from jaxshard.errors import InputError, nearest
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES, Context
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model, describe
+from jaxshard.parallel.axes import BATCH_AXES, MeshShape
 from jaxshard.parallel.layout import Layout, build_layout
-from jaxshard.parallel.mesh import SHORT, Device, MeshShape, build_mesh, resolve_mesh
+from jaxshard.parallel.mesh import Device, build_mesh, resolve_mesh
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
@@ -235,7 +236,7 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
     train = config.train
     ways = shape.batch_ways * train.accumulation
     if train.global_batch % ways:
-        axes = " x ".join(f"{SHORT[a]} {getattr(shape, a)}" for a in ("replica", "data") if getattr(shape, a) > 1)
+        axes = shape.product_text(BATCH_AXES)
         near = max(ways, round(train.global_batch / ways) * ways)
         raise InputError(
             f"train.global_batch = {train.global_batch} does not divide by {axes or 'dp 1'} x accumulation "

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.config import Config, ModelConfig, TrainConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.rules import weight_specs, zero_stage
 from jaxshard.training.optimizer import SMALLEST_FACTORED, is_factored, matrix_dims
 from jaxshard.training.pipeline_plan import plan_pipeline

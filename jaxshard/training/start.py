@@ -16,7 +16,8 @@ from jaxshard.config.file import config_to_yaml, load_config
 from jaxshard.data import Dataset, build, check_vocabulary
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture
-from jaxshard.parallel.mesh import Device, MeshShape, open_devices, resolve_mesh
+from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.mesh import Device, open_devices, resolve_mesh
 from jaxshard.parallel.offload import machine_bytes
 from jaxshard.parallel.rules import zero_stage
 from jaxshard.training.checkpoint import Checkpoints, describe

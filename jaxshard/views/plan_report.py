@@ -3,20 +3,17 @@
 import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxshard.analysis.memory import gib
 from jaxshard.analysis.roofline import seconds_text
 from jaxshard.analysis.timeline import NAMES, Block, Timeline
 from jaxshard.errors import InputError
 from jaxshard.planner.advice import PARTS
+from jaxshard.planner.planner import Plan
 from jaxshard.planner.ranking import Scored, Search
 from jaxshard.views.pictures import COLOURS, _svg, _text, bars
 from jaxshard.views.plan_tables import COLUMNS, rows, speed_note, time_lines, title
 from jaxshard.views.report import _STYLE, _long, _section, _table, _unit
-
-if TYPE_CHECKING:
-    from jaxshard.planner.planner import Plan
 
 SHORT_PARTS = PARTS | {"data_comm": "exposed, over dp", "elementwise": "memory-bound", "bubble": "bubble"}
 """Names that fit into a legend."""
@@ -24,7 +21,7 @@ LEFT, WIDTH, HEIGHT = 92, 560, 300
 """Of a picture: what stands left of the drawing, and the drawing."""
 
 
-def write_report(found: Search, plans: "Sequence[Plan]", notes: Sequence[str], file: Path) -> None:
+def write_report(found: Search, plans: Sequence[Plan], notes: Sequence[str], file: Path) -> None:
     """Writes the page.
 
     Raises:
@@ -37,7 +34,7 @@ def write_report(found: Search, plans: "Sequence[Plan]", notes: Sequence[str], f
         raise InputError(f"--report {file}: cannot be written ({error.strerror}); name another file") from None
 
 
-def page(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> str:
+def page(found: Search, plans: Sequence[Plan], notes: Sequence[str]) -> str:
     """The page as text."""
     head = html.escape(title(found))
     return (
@@ -47,7 +44,7 @@ def page(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> str:
     )
 
 
-def _sections(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> Iterator[str]:
+def _sections(found: Search, plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     yield f'<pre style="white-space:pre-wrap">{html.escape(plans[0].command)}</pre>'
     yield _section("Why the first", _items([*plans[0].reasons, *notes]))
     yield _section("Plans", _plans(found, plans))
@@ -65,7 +62,7 @@ def _sections(found: Search, plans: "Sequence[Plan]", notes: Sequence[str]) -> I
         )
 
 
-def _plans(found: Search, plans: "Sequence[Plan]") -> str:
+def _plans(found: Search, plans: Sequence[Plan]) -> str:
     """The table, without the columns that are empty in every row."""
     cells = [[str(cell) for cell in row] for row in rows(found, list(plans))]
     kept = [i for i in range(len(COLUMNS)) if {row[i] for row in cells} - {"-", "none"}]
@@ -80,7 +77,7 @@ def _items(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _memory(found: Search, plans: "Sequence[Plan]") -> str:
+def _memory(found: Search, plans: Sequence[Plan]) -> str:
     drawn = []
     for number, plan in enumerate(plans, 1):
         sizes = plan.scored.memory.by_class()
@@ -95,7 +92,7 @@ def _memory(found: Search, plans: "Sequence[Plan]") -> str:
     return may + picture + beside
 
 
-def _parts(plans: "Sequence[Plan]") -> str:
+def _parts(plans: Sequence[Plan]) -> str:
     shown = [
         (f"plan {number}", [(SHORT_PARTS[field], plan.scored.parts[field]) for field in SHORT_PARTS])
         for number, plan in enumerate(plans, 1)

@@ -1,16 +1,12 @@
 """A plan in words and tables on the console."""
 
-from typing import TYPE_CHECKING
-
 from jaxshard.analysis.memory import gib
 from jaxshard.analysis.roofline import seconds_text
 from jaxshard.config import Config
 from jaxshard.console import Console
 from jaxshard.models.presets import Architecture
+from jaxshard.planner.planner import Plan
 from jaxshard.planner.ranking import Search
-
-if TYPE_CHECKING:
-    from jaxshard.planner.planner import Plan
 
 COLUMNS = (
     *("", "mesh", "zero", "remat", "acc", "microbatches", "offload", "state", "gradients", "activations", "buffers"),
@@ -35,7 +31,7 @@ def title(found: Search) -> str:
     )
 
 
-def rows(found: Search, plans: "list[Plan]") -> list[tuple[object, ...]]:
+def rows(found: Search, plans: list[Plan]) -> list[tuple[object, ...]]:
     """A row of `COLUMNS` for each plan; tokens/s and MFU are of the compiled schedule where there is one, and marked
     where there is none beside others that have one."""
     tokens = found.config.train.global_batch * found.config.data.seq_len
@@ -46,7 +42,7 @@ def rows(found: Search, plans: "list[Plan]") -> list[tuple[object, ...]]:
     ]
 
 
-def speed_note(plans: "list[Plan]") -> str:
+def speed_note(plans: list[Plan]) -> str:
     """What the mark in the table says; empty where all speeds are of one kind."""
     if len({plan.timeline is None for plan in plans}) < 2 or not all(plan.seconds for plan in plans):
         return ""
@@ -56,7 +52,7 @@ def speed_note(plans: "list[Plan]") -> str:
     )
 
 
-def _row(plan: "Plan", tokens: int, mark: str) -> tuple[object, ...]:
+def _row(plan: Plan, tokens: int, mark: str) -> tuple[object, ...]:
     c, memory = plan.scored.candidate, plan.scored.memory
     seconds = plan.timeline.seconds if plan.timeline else plan.seconds
     chunks = f" x{c.virtual_stages}" if c.virtual_stages else ""
@@ -94,7 +90,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 0.1 else seconds_text(seconds)
 
 
-def time_lines(plans: "list[Plan]") -> list[str]:
+def time_lines(plans: list[Plan]) -> list[str]:
     """For each plan that was compiled: both predictions, where the time goes, and what is exposed."""
     lines = []
     for number, plan in enumerate(plans, 1):
@@ -112,7 +108,7 @@ def time_lines(plans: "list[Plan]") -> list[str]:
     return lines
 
 
-def show(console: Console, found: Search, plans: "list[Plan]", notes: list[str]) -> None:
+def show(console: Console, found: Search, plans: list[Plan], notes: list[str]) -> None:
     """Prints the table, the reasons of the first plan, notes, and its command."""
     columns, cells = COLUMNS, rows(found, plans)
     if not console.has_room(columns, cells):

@@ -5,22 +5,19 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
+from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.ledger import Row, bytes_by_axis
 from jaxshard.analysis.state_bytes import state_bytes
-from jaxshard.commands.explain_schedule import sentences
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import SHORT
+from jaxshard.parallel.axes import SHORT, axes_text
 from jaxshard.training.describe import size_text
 from jaxshard.training.program import Program
 from jaxshard.views.pictures import Piece, bars, mesh_picture, pipeline_picture, slices_picture, write_png
-from jaxshard.views.tables import axes_text, buffer_table, given_up, too_large
-
-if TYPE_CHECKING:
-    from jaxshard.commands.explain import Explanation
+from jaxshard.views.schedule_draw import sentences
+from jaxshard.views.tables import buffer_table, given_up, too_large
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -52,7 +49,7 @@ _ZERO = (
 )
 
 
-def write_report(found: "Explanation", file: Path) -> None:
+def write_report(found: Explanation, file: Path) -> None:
     """Writes the page.
 
     Raises:
@@ -65,7 +62,7 @@ def write_report(found: "Explanation", file: Path) -> None:
         raise InputError(f"--report {file}: cannot be written ({error.strerror}); name another file") from None
 
 
-def write_pictures(found: "Explanation", folder: Path) -> list[Path]:
+def write_pictures(found: Explanation, folder: Path) -> list[Path]:
     """Writes the page's pictures as PNG files for print, and returns them.
 
     Raises:
@@ -82,7 +79,7 @@ def write_pictures(found: "Explanation", folder: Path) -> list[Path]:
     return files
 
 
-def page(found: "Explanation") -> str:
+def page(found: Explanation) -> str:
     """The page as text."""
     zero = "" if found.zero is None else f", ZeRO-{found.zero}"
     title = f"{found.target}, mesh {found.mesh}{zero}"
@@ -95,7 +92,7 @@ def page(found: "Explanation") -> str:
     )
 
 
-def pictures(found: "Explanation") -> dict[str, str]:
+def pictures(found: Explanation) -> dict[str, str]:
     """The drawings as SVG, by name; those of the train step only where it is one."""
     drawn = {"mesh": mesh_picture({SHORT.get(axis, axis): size for axis, size in found.sizes.items()})}
     totals = sorted(bytes_by_axis(found.rows).items(), key=lambda item: -item[1])
@@ -116,7 +113,7 @@ def pictures(found: "Explanation") -> dict[str, str]:
     return drawn
 
 
-def _sections(found: "Explanation") -> Iterator[str]:
+def _sections(found: Explanation) -> Iterator[str]:
     drawn = {name: _long(svg) for name, svg in pictures(found).items()}
     program = found.program
     yield _section("Verdict", _verdict(found))
@@ -137,7 +134,7 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{body}</section>"
 
 
-def _verdict(found: "Explanation") -> str:
+def _verdict(found: Explanation) -> str:
     compared = found.check
     if compared is None:
         return f"<p>Not compared: {html.escape(found.not_compared)}.</p>"
@@ -195,7 +192,7 @@ def _ledger(rows: Sequence[Row]) -> str:
     return _table(heads, cells, numbers=(3, 4, 5), keys=(5,))
 
 
-def _memory(found: "Explanation") -> str:
+def _memory(found: Explanation) -> str:
     (_, *columns), cells = buffer_table(found, narrow=False)
     heads = ("largest temporaries", *columns)
     whole = [(leaf.path, size_text(leaf.bytes), leaf.why) for leaf in found.replicated]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from jaxshard.parallel.schedule import Schedule, bubble_fraction
+from jaxshard.parallel.schedule import Schedule, bubble_formula, bubble_fraction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,26 @@ def describe(schedule: Schedule, forward: float = 1.0, backward: float = 3.0) ->
         f"{schedule.forward_halves} F + {schedule.backward_halves} B halves, "
         f"bubble {bubble_fraction(schedule, forward, backward):.1%}, {schedule.saved_slots} saved {inputs}"
     )
+
+
+def sentences(schedule: Schedule) -> list[str]:
+    """What the drawing means, and its bubble: counted, and by formula."""
+    S, M, V = schedule.stages, schedule.microbatches, schedule.chunks
+    F, B = schedule.forward_halves, schedule.backward_halves
+    letters = f"; the letters {string.ascii_letters[0]} to {string.ascii_letters[V - 1]} are a stage's {V} chunks"
+    idle = S * (F + B) - 2 * S * V * M
+    if M >= S:
+        formula = f"{'(S-1)/(V*M+S-1)' if V > 1 else '(S-1)/(M+S-1)'} = {S - 1}/{V * M + S - 1}"
+    else:  # then the way of one microbatch through all virtual stages is what counts
+        formula = f"1 - V*M/(V*S+M-1) = {V * S + M - 1 - V * M}/{V * S + M - 1}"
+        formula += f" (for fewer microbatches than stages; (S-1)/(V*M+S-1) would be {(S - 1) / (V * M + S - 1):.1%})"
+    return [
+        "A number is the microbatch, a dot a bubble" + (letters if 1 < V <= 26 else "") + ".",
+        f"Bubble counted from the table: {idle} of {S * (F + B)} halves are idle, {bubble_fraction(schedule):.1%}.",
+        f"Bubble by formula: {formula}, {bubble_formula(schedule.name, S, M, V):.1%}.",
+        f"The table has {schedule.ticks} ticks, and the formula's denominator is {F}: a tick runs a forward half, a "
+        f"backward half or both, {F} and {B} in all, and only those take time.",
+    ]
 
 
 def _label(schedule: Schedule, way: str, tick: int, stage: int) -> str:

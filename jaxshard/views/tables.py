@@ -3,35 +3,21 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from jaxshard.analysis.compare import Difference
+from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.ledger import Row, bytes_by_axis
+from jaxshard.analysis.lock import Differences
 from jaxshard.console import Console
-from jaxshard.parallel.mesh import SHORT
+from jaxshard.parallel.axes import axes_text, in_short
 from jaxshard.training.describe import size_text
+from jaxshard.xla.compile import SpmdWarning
 
 WIDE = 120
 """Columns that a terminal needs to show each figure in a column of its own."""
 
-if TYPE_CHECKING:
-    from jaxshard.analysis.compare import Difference
-    from jaxshard.analysis.lock import Differences
-    from jaxshard.commands.explain import Explanation
-    from jaxshard.xla.compile import SpmdWarning
 
-
-def axes_text(axes: Sequence[str]) -> str:
-    """ "dp+tp" as --mesh names them, or "-"."""
-    return "+".join(SHORT.get(axis, axis) for axis in axes) or "-"
-
-
-def in_short(name: str) -> str:
-    """A figure's name, which ends with its axes, with those as --mesh names them: "bytes over dp+tp"."""
-    what, over, axes = name.rpartition(" over ")
-    return f"{what}{over}{axes_text(axes.split('+'))}" if over else name
-
-
-def show(found: "Explanation", console: Console) -> None:
+def show(found: Explanation, console: Console) -> None:
     """Prints everything that was found, the judgement last."""
     zero = "" if found.zero is None else f", ZeRO-{found.zero}"
     console.line(f"{found.target}, mesh {found.mesh}{zero}, compiled by {found.compiler}")
@@ -44,7 +30,7 @@ def show(found: "Explanation", console: Console) -> None:
     _show_check(found, console)
 
 
-def _show_ledger(found: "Explanation", console: Console) -> None:
+def _show_ledger(found: Explanation, console: Console) -> None:
     if not found.rows:
         console.line("no collectives: nothing travels between devices")
         return
@@ -77,7 +63,7 @@ def _is_narrow(console: Console) -> bool:
     return console.interactive and console.width < WIDE
 
 
-def given_up(warning: "SpmdWarning") -> str:
+def given_up(warning: SpmdWarning) -> str:
     """What an "involuntary full rematerialization" means."""
     return (
         f"the partitioner gives up on {warning.operation or warning.op_name}: it gathers the whole array on every "
@@ -85,7 +71,7 @@ def given_up(warning: "SpmdWarning") -> str:
     )
 
 
-def too_large(found: "Explanation") -> str:
+def too_large(found: Explanation) -> str:
     """What to do about a program that a device has no room for."""
     return (
         f"does not fit: {size_text(found.memory.peak)} are needed on a device, and {size_text(found.usable)} may be "
@@ -137,7 +123,7 @@ def _first_weights(names: str, width: int = 60) -> str:
     return names if len(names) <= width else f"{', '.join(each[:fits])} … and {more - fits} more"
 
 
-def _show_memory(found: "Explanation", console: Console) -> None:
+def _show_memory(found: Explanation, console: Console) -> None:
     memory = found.memory
     console.table(
         "Memory of one device",
@@ -162,7 +148,7 @@ def _show_memory(found: "Explanation", console: Console) -> None:
         console.table("Largest temporaries when memory is fullest", *buffer_table(found, _is_narrow(console)))
 
 
-def buffer_table(found: "Explanation", narrow: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def buffer_table(found: Explanation, narrow: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and cells; without advice where none is known."""
     if narrow:
         shrunk = lambda advice: [f"shrunk by {advice}"] * bool(advice)
@@ -177,7 +163,7 @@ def buffer_table(found: "Explanation", narrow: bool) -> tuple[tuple[str, ...], l
     return ("shape", "bytes", "what", "source"), [(*row[:3], row[4]) for row in rows]
 
 
-def _show_check(found: "Explanation", console: Console) -> None:
+def _show_check(found: Explanation, console: Console) -> None:
     if found.check is None:
         console.line(f"not compared with expectations: {found.not_compared}")
         return
@@ -205,12 +191,12 @@ def _show_check(found: "Explanation", console: Console) -> None:
         console.line(f"no unexpected traffic above {limit} (in all: {unexpected})", style="green")
 
 
-def _difference(item: "Difference") -> str:
+def _difference(item: Difference) -> str:
     source = f", {item.source}" if item.source else ""
     return f"{size_text(item.bytes)} over {axes_text(item.axes)}: {item.reason}{source}"
 
 
-def show_differences(files: Sequence[str], found: "Differences", console: Console) -> None:
+def show_differences(files: Sequence[str], found: Differences, console: Console) -> None:
     """Prints what differs between two explanations."""
     if not found.all:
         console.line(f"{files[0]} and {files[1]}: no difference")

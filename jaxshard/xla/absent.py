@@ -21,7 +21,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxshard.errors import InputError
-from jaxshard.parallel.mesh import MeshShape, build_mesh, open_devices, parse_mesh, resolve_mesh
+from jaxshard.parallel.axes import DEFAULT, MeshShape
+from jaxshard.parallel.mesh import build_mesh, open_devices, parse_mesh, resolve_mesh
 from jaxshard.xla.hardware import Target, parse_target
 
 _GPU_COMMON = (
@@ -91,11 +92,11 @@ def shape_for(target: Target, mesh: str | None) -> MeshShape:
     filled = -1 in sizes.values()
     if target.name == "local" or needs == target.count or (filled and target.count % needs == 0):
         return resolve_mesh(mesh, target.count)
-    others = {axis: size for axis, size in sizes.items() if axis != "data" and size != -1}
+    others = {axis: size for axis, size in sizes.items() if axis != DEFAULT and size != -1}
     ways = math.prod(others.values())
     hints = [f"--target {name}" for name in [f"{target.chip.name}:{needs}"] if _is_target(name)]
     if target.count % ways == 0:
-        rest = MeshShape(**others, data=target.count // ways)
+        rest = MeshShape(**others, **{DEFAULT: target.count // ways})
         hints.append(f"--mesh {rest}")
     raise InputError(
         f"--mesh {mesh!r} needs {needs} devices{' or a multiple' if filled else ''}, and target {target.name} has "
