@@ -7,7 +7,7 @@ import argparse
 import time
 
 from jaxshard.commands.explain import explain_config
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.xla.hardware import parse_target
 
 
@@ -18,11 +18,9 @@ def main() -> None:
     target = parser.parse_args().target
     devices = parse_target(target).count
     config = Config(
-        mesh=f"dp={devices}",
-        zero=3,
         model=ModelConfig(preset="llama3-8b"),
         data=DataConfig(seq_len=8192),
-        train=TrainConfig(global_batch=devices, precision="bf16", remat="full"),
+        **grouped(mesh=f"dp={devices}", zero=3, global_batch=devices, precision="bf16", remat="full"),
     )
     wall, processor = time.perf_counter(), time.process_time()
     found = explain_config(config, target)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.parallel.mesh import parse_mesh
 from jaxshard.training.invariance import Comparison, Outcome, compare, one_step, synthetic_batch, wide_types
 from jaxshard.training.program import Program, build_program, class_bytes
@@ -73,13 +73,11 @@ class Case:
     def config(self) -> Config:
         """The configuration of the row, in float64."""
         variant = VARIANTS[self.variant]
-        train = TrainConfig(global_batch=variant.batch, z_loss=variant.z_loss, precision="fp64", seed=3)
+        train = dict(global_batch=variant.batch, z_loss=variant.z_loss, precision="fp64", seed=3)
         return Config(
-            mesh=self.mesh,
-            zero=self.zero,  # pyright: ignore[reportArgumentType]
             model=ModelConfig(**variant.model),
             data=DataConfig(seq_len=LENGTH, pack=variant.packed),
-            train=replace(train, **self.train),
+            **grouped(mesh=self.mesh, zero=self.zero, **train | self.train),
         )
 
     @property

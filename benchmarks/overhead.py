@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxshard.commands.train import foresight
-from jaxshard.config import Config
+from jaxshard.config import Config, grouped
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import TrainLoader
@@ -50,7 +50,7 @@ def main() -> None:
 
 def measure(mesh: str, rounds: int, steps: int, folder: Path) -> list[float]:
     """Seconds of the bare step over seconds of the loop, one ratio a round."""
-    config = Config(mesh=mesh, output=str(folder))
+    config = Config(output=str(folder), **grouped(mesh=mesh))
     config = replace(
         config,
         train=replace(config.train, steps=steps),
@@ -63,7 +63,7 @@ def measure(mesh: str, rounds: int, steps: int, folder: Path) -> list[float]:
     console = Console(io.StringIO())
     above = foresight(console, Given({}), resume=False)
     loader = iter(TrainLoader(dataset, config.train.global_batch, config.train.seed))
-    batches = [program.place(next(loader), config.train.accumulation) for _ in range(steps)]
+    batches = [program.place(next(loader), config.parallel.accumulation) for _ in range(steps)]
     state = program.init()
     ratios = []
     for round_ in range(rounds + 1):

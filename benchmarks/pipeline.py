@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from pipeline_memory import write
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.parallel.schedule import Schedule, bubble_fraction
 from jaxshard.training.gradients import gradients
 from jaxshard.training.program import Program, build_program
@@ -55,14 +55,15 @@ def program(case: Case) -> Program:
     model: dict[str, Any] = dict(
         family="llama", vocab_size=256, d_model=WIDTH, n_layers=LAYERS, n_heads=4, d_ff=3 * WIDTH
     )
-    train = TrainConfig(
+    groups = grouped(
+        mesh=case.mesh,
         global_batch=BATCH,
         schedule=case.schedule,
         microbatches=case.microbatches,
         accumulation=case.accumulation,
         remat="none",
     )
-    config = Config(mesh=case.mesh, model=ModelConfig(**model), data=DataConfig(seq_len=LENGTH), train=train)
+    config = Config(model=ModelConfig(**model), data=DataConfig(seq_len=LENGTH), **groups)
     return build_program(config, jax.devices()[:DEVICES])
 
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.parallel.axes import AXES
 from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.training.program import Program, build_program
@@ -39,11 +39,11 @@ def program(target: str, schedule: Any, microbatches: int) -> Program:
     model: dict[str, Any] = dict(
         family="llama", vocab_size=4096, d_model=WIDTH, n_layers=8, n_heads=4, n_kv_heads=2, d_ff=3 * WIDTH
     )
-    train = TrainConfig(
-        global_batch=microbatches * DATA, microbatches=microbatches, schedule=schedule, precision="bf16", remat="full"
-    )
+    parts = dict(global_batch=microbatches * DATA, microbatches=microbatches, schedule=schedule)
     config = Config(
-        mesh=MESH, zero=1, model=ModelConfig(**model, attention="xla"), data=DataConfig(seq_len=LENGTH), train=train
+        model=ModelConfig(**model, attention="xla"),
+        data=DataConfig(seq_len=LENGTH),
+        **grouped(mesh=MESH, zero=1, precision="bf16", remat="full", **parts),
     )
     where = parse_target(target)
     mesh = mesh_for(where, resolve_mesh(MESH, where.count))

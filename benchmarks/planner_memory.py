@@ -20,7 +20,7 @@ import jax
 
 from jaxshard.analysis.memory import estimate
 from jaxshard.analysis.state_bytes import state_bytes
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.planner.confirm import compile_step, compiler_missing
@@ -52,13 +52,10 @@ class Case:
     @property
     def config(self) -> Config:
         """The configuration of the case."""
-        train = TrainConfig(**({"precision": "bf16", "global_batch": self.batch} | self.train))
         return Config(
-            mesh=self.mesh,
-            zero=self.zero,
             model=ModelConfig(preset=self.preset, **self.model),
             data=DataConfig(seq_len=self.seq_len),
-            train=train,
+            **grouped(mesh=self.mesh, zero=self.zero, **{"precision": "bf16", "global_batch": self.batch} | self.train),
         )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxshard.commands.explain import Explanation, explain_program
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, grouped
 from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.planner.confirm import compiler_missing
 from jaxshard.training.program import Program, build_program
@@ -26,12 +26,10 @@ GPT2 = {"family": "gpt2", "d_model": 128, "n_layers": 3, "n_heads": 8, "d_ff": 5
 
 def config(mesh, zero=0, model=None, optim="adamw", pack=True, **train):
     return Config(
-        mesh=mesh,
-        zero=zero,
         model=ModelConfig(**(LLAMA if model is None else model)),
         data=DataConfig(seq_len=64, pack=pack),
         optim=OptimConfig(name=optim),
-        train=TrainConfig(**({"global_batch": 16, "precision": "bf16"} | train)),
+        **grouped(mesh=mesh, zero=zero, **{"global_batch": 16, "precision": "bf16"} | train),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxshard.commands.cli import run
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.training import gradients
@@ -23,7 +23,7 @@ def test_a_sound_layout_is_the_same(capsys):
     before = jax.config.read("jax_enable_x64")
     code, result = check(
         capsys, "--mesh", "replica=2,dp=2,tp=2", "--zero", "3", "--model.preset", "gpt2-124m", "--model.dropout", "0.1",
-        "--train.accumulation", "2", "--optim.name", "lion",
+        "--parallel.accumulation", "2", "--optim.name", "lion",
     )  # fmt: skip
     assert code == 0 and result["same"] and result["faults"] == [] and result["initial_equal"]
     assert {tensor["path"] for tensor in result["tensors"]} >= {"blocks.attention.query_bias", "embedding.positions"}
@@ -41,7 +41,7 @@ def test_a_wrong_layout_is_told_in_words_and_exit_code_1(capsys, monkeypatch):
             recipe, params, jax.tree.map(lambda a: a[:1], batch), ids[:1], *more
         ),
     )
-    argv = ["check", "--mesh", "dp=2", "--fake-devices", "2", "--train.accumulation", "2"]
+    argv = ["check", "--mesh", "dp=2", "--fake-devices", "2", "--parallel.accumulation", "2"]
     assert run(argv) == 1
     said = capsys.readouterr().out
     assert "DIFFERENT: dp=2 --zero 0 does not compute the same model" in said and "gradient of blocks." in said
@@ -49,8 +49,8 @@ def test_a_wrong_layout_is_told_in_words_and_exit_code_1(capsys, monkeypatch):
 
 def test_a_pipeline_with_offload_too(capsys):
     code, result = check(
-        capsys, "--mesh", "pp=2,dp=2,tp=2", "--zero", "1", "--model.n_layers", "8", "--train.schedule", "interleaved",
-        "--train.offload", "optimizer", "--train.sequence_parallel", "true",
+        capsys, "--mesh", "pp=2,dp=2,tp=2", "--zero", "1", "--model.n_layers", "8",
+        "--parallel.schedule", "interleaved", "--parallel.offload", "optimizer", "--parallel.sequence_parallel", "true",
     )  # fmt: skip
     assert code == 0 and result["model"]["n_layers"] == 4
 
@@ -89,10 +89,10 @@ FITTING = [
 @pytest.mark.parametrize("preset, shape", FITTING, ids=str)
 def test_shrinking_keeps_what_decides_the_sharding(preset, shape):
     arch = architecture(ModelConfig(preset=preset), None, 1024)
-    train = TrainConfig(
-        global_batch=shape.batch_ways * 32, accumulation=4, remat="dots", sequence_parallel=True, loss_chunk=300
+    groups = grouped(
+        global_batch=shape.batch_ways * 32, accumulation=4, remat="dots", sequence_parallel=True, loss_chunk=300, zero=3
     )
-    config = Config(model=ModelConfig(preset=preset), data=DataConfig(seq_len=1024), train=train, zero=3)
+    config = Config(model=ModelConfig(preset=preset), data=DataConfig(seq_len=1024), **groups)
     small = shrink(config, arch, shape)
     new = architecture(small.model, None, small.data.seq_len)
     assert new.parameters < 1_000_000
@@ -105,10 +105,10 @@ def test_shrinking_keeps_what_decides_the_sharding(preset, shape):
     assert (new.vocab_size % pad == 0) == (arch.vocab_size % pad == 0)
     assert new.n_layers % shape.stage == 0 and new.tie_embeddings == arch.tie_embeddings
     assert (new.rope_scaling, new.rope_theta, new.family) == (arch.rope_scaling, arch.rope_theta, arch.family)
-    kept = ("accumulation", "remat", "sequence_parallel", "seed", "schedule")
-    assert all(getattr(small.train, name) == getattr(train, name) for name in kept)
+    kept = ("accumulation", "remat", "sequence_parallel", "schedule")
+    assert all(getattr(small.parallel, name) == getattr(config.parallel, name) for name in kept)
     assert small.zero == 3 and small.train.precision == "fp64" and small.data.seq_len % shape.model == 0
-    assert small.data.seq_len % small.train.loss_chunk and 1024 % 300
+    assert small.data.seq_len % small.parallel.loss_chunk and 1024 % 300
     single = alone(small)
-    assert (single.mesh, single.zero, single.train.remat, single.train.accumulation) == ("dp=1", 0, "none", 1)
+    assert (single.mesh, single.zero, single.parallel.remat, single.parallel.accumulation) == ("dp=1", 0, "none", 1)
     assert single.model == small.model and single.train.global_batch == small.train.global_batch

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxshard.commands.table import COMMANDS, Command, cli
-from jaxshard.config import Config, TrainConfig
+from jaxshard.commands import cli
+from jaxshard.commands.table import COMMANDS, Command
+from jaxshard.config import Config, TrainConfig, grouped
 from jaxshard.config.file import config_to_yaml, load_config
 from jaxshard.config.options import options_of
 from jaxshard.errors import InputError
@@ -87,8 +88,8 @@ def test_the_output_folder_may_be_named_in_the_file_or_beside_it(command):
 
 
 def test_dashes_and_bare_switches_and_nulls(command):
-    assert run("--fake-devices 8 --train.sequence-parallel --data.pack false --model.preset null") == 0
-    assert command.config.fake_devices == 8 and command.config.train.sequence_parallel
+    assert run("--fake-devices 8 --parallel.sequence-parallel --data.pack false --model.preset null") == 0
+    assert command.config.fake_devices == 8 and command.config.parallel.sequence_parallel
     assert not command.config.data.pack and command.config.model.preset is None
 
 
@@ -114,10 +115,10 @@ def test_generate_gets_its_options_by_name(command):
 
 @pytest.mark.parametrize("name", ["eval", "generate", "inspect"])
 def test_commands_on_a_run_take_its_configuration(command, capsys, name):
-    saved = Config(output="where/it/was", mesh="dp=2", train=TrainConfig(seed=5))
+    saved = Config(output="where/it/was", **grouped(mesh="dp=2", seed=5))
     save_run("runs/small", saved)
     assert cli.run([name, "--output", "runs/small", "--mesh", "tp=2"]) == 0
-    assert command.config == dataclasses.replace(saved, output="runs/small", mesh="tp=2")
+    assert command.config == dataclasses.replace(saved.with_parallel(mesh="tp=2"), output="runs/small")
     Path("small.yaml").write_text("train: {seed: 1}")
     assert cli.run([name, "--config", "small.yaml"]) == 0
     assert command.config == dataclasses.replace(saved, output="runs/small")
@@ -307,7 +308,7 @@ def test_the_help_speaks_of_values_and_not_of_python(capsys, monkeypatch):
         "--optim.lr X ",
         "--zero 0|1|2|3 ",
         "--resume [required|auto] ",
-        "--train.sequence_parallel ",
+        "--parallel.sequence_parallel ",
         "--data.pack [true|false] ",
         "--model.tie_embeddings [true|false]",
         "--log.profile_steps [1,2] ",

@@ -23,8 +23,8 @@ from jaxshard.analysis.calibration import FITTED, calibrate, calibrated, fit, pr
 from jaxshard.analysis.efficiency import XLA, Constants
 from jaxshard.analysis.links import fabric, with_measured
 from jaxshard.analysis.roofline import seconds_text
+from jaxshard.commands import cli
 from jaxshard.commands.collectives import size_of
-from jaxshard.commands.table import cli
 from jaxshard.errors import InputError
 from jaxshard.parallel.axes import AXES, MeshShape
 from jaxshard.parallel.distributed import join_processes, launch_arguments
@@ -196,7 +196,9 @@ def test_what_was_not_measured_stays_as_it_is():
 
 def step_seconds(capsys, *options: str) -> list[float]:
     line = "plan --model.preset gpt2-124m --target h100:16 --mesh dp=16 --zero 0 --train.global_batch 64 --confirm 0"
-    assert cli.run([*line.split(), *["--train.remat", "none", "--train.accumulation", "1", "--json"], *options]) == 0
+    assert (
+        cli.run([*line.split(), *["--parallel.remat", "none", "--parallel.accumulation", "1", "--json"], *options]) == 0
+    )
     return [plan["step_seconds"] for plan in json.loads(capsys.readouterr().out)["plans"]]
 
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.analysis.lock import check_writable
-from jaxshard.commands.table import cli, explain
-from jaxshard.config import Config
+from jaxshard.commands import cli, explain
+from jaxshard.config import Config, grouped
 from jaxshard.errors import InputError, RunError
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.xla import absent, compile
@@ -378,5 +378,5 @@ def test_a_fault_of_the_compiler_is_one_line(monkeypatch):
 
     monkeypatch.setattr(explain, "compile_step", fails)
     with pytest.raises(RunError, match=r"^the compiler for cpu:8 .* failed.*tile sizes\. Odd sizes") as error:
-        explain.explain_config(Config(mesh="dp=8"), "cpu:8")
+        explain.explain_config(Config(**grouped(mesh="dp=8")), "cpu:8")
     assert "\n" not in str(error.value)

@@ -39,8 +39,8 @@ def refused(tmp_path: Path, text: str | bytes) -> str:
         ("optim.lr", "0"), ("optim.lr", "-1"), ("optim.lr", ".nan"), ("optim.lr", ".inf"), ("optim.clip", "-0.1"),
         ("optim.clip", ".inf"), ("optim.beta2", "1"), ("optim.eps", "0"), ("optim.weight_decay", "-1"),
         ("optim.warmup_steps", "-1"), ("optim.final_lr_fraction", "1.5"), ("optim.decay_fraction", "-0.1"),
-        ("train.accumulation", "0"), ("train.steps", "-1"), ("train.global_batch", "0"), ("train.stop_after", "-1"),
-        ("train.loss_chunk", "0"), ("train.loss_scale", "0.5"), ("train.max_skips", "0"), ("train.z_loss", ".nan"),
+        ("parallel.accumulation", "0"), ("train.steps", "-1"), ("train.global_batch", "0"), ("train.stop_after", "-1"),
+        ("parallel.loss_chunk", "0"), ("train.loss_scale", "0.5"), ("train.max_skips", "0"), ("train.z_loss", ".nan"),
         ("data.seq_len", "0"), ("data.eval_fraction", "1"), ("model.dropout", "1"), ("model.n_layers", "0"),
         ("model.norm_eps", "-1"), ("checkpoint.every", "-1"), ("checkpoint.keep", "0"), ("log.every", "0"),
         ("log.profile_steps", "[3, 1]"), ("log.profile_steps", "[0, 1]"), ("eval.every", "-1"), ("eval.batches", "-1"),
@@ -95,7 +95,7 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path, name, option):
         ("zero: 4", "zero is '4': it must be one of 0, 1, 2, 3"),
         ("zero: true", "zero is True: it must be 0, 1, 2 or 3"),
         ("log: {profile_steps: [1]}", "log.profile_steps is '[1]': it must be a list such as [1,2]"),
-        ("train: {allow_replicated: [1]}", "train.allow_replicated is '1': it must be a list such as [a,b]"),
+        ("parallel: {allow_replicated: [1]}", "parallel.allow_replicated is '1': it must be a list such as [a,b]"),
     ],
 )
 def test_values_of_a_wrong_type_are_refused_by_name(tmp_path, text, message):
@@ -115,8 +115,8 @@ def test_numbers_in_every_notation(tmp_path):
 
 
 def test_lists_become_tuples(tmp_path):
-    config = load(tmp_path, "log: {profile_steps: [3, 5]}\ntrain: {allow_replicated: [a/b, c]}")
-    assert config.log.profile_steps == (3, 5) and config.train.allow_replicated == ("a/b", "c")
+    config = load(tmp_path, "log: {profile_steps: [3, 5]}\nparallel: {allow_replicated: [a/b, c]}")
+    assert config.log.profile_steps == (3, 5) and config.parallel.allow_replicated == ("a/b", "c")
 
 
 def test_a_configuration_is_frozen():
@@ -259,4 +259,4 @@ def test_the_defaults_with_comments_name_every_field(tmp_path):
 def test_the_configurations_of_the_project_are_good(path):
     config = load_config(path)
     assert config.output is None, "the output folder follows from the file's name"
-    assert config.train.global_batch % config.train.accumulation == 0
+    assert config.train.global_batch % config.parallel.accumulation == 0

@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxshard.analysis.roofline import roofline
 from jaxshard.analysis.timeline import walk
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.config.options import Given
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
@@ -35,8 +35,8 @@ needs_gpu = pytest.mark.skipif(
 
 def step(model, batch, seq_len, mesh, zero=0, **train):
     model = ModelConfig(**model) if isinstance(model, dict) else ModelConfig(preset=model)
-    train = TrainConfig(**{"precision": "bf16"} | train, global_batch=batch)
-    return Config(mesh=mesh, zero=zero, model=model, data=DataConfig(seq_len=seq_len), train=train)
+    groups = grouped(mesh=mesh, zero=zero, **{"precision": "bf16"} | train, global_batch=batch)
+    return Config(model=model, data=DataConfig(seq_len=seq_len), **groups)
 
 
 @cache
@@ -65,7 +65,7 @@ SMALL_CASES = [
 def verdicts(target, config):
     """The compiler's peak, and whether a plan is offered with a limit one byte below it, at it, and 8 % above it."""
     arch, hardware = architecture(config.model, VOCAB, config.data.seq_len), parse_target(target)
-    pinned = ("mesh", "zero", "train.remat", "train.accumulation", "train.microbatches")
+    pinned = ("mesh", "zero", "parallel.remat", "parallel.accumulation", "parallel.microbatches")
     pins = pins_of(config, dict.fromkeys(pinned))
     once = compiled(target, config)
     peak = once.result.memory.peak

@@ -15,18 +15,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxshard
 from jaxshard.commands.explain import Explanation, explain_config
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.parallel.schedule import make
 from jaxshard.views import report
 from jaxshard.views.pictures import COLOURS, MOST_HALVES, _ink, bars, mesh_picture, pipeline_picture, write_png
 from jaxshard.xla.compile import SpmdWarning
 
 TINY = Config(
-    mesh="pp=2,dp=2",
-    zero=1,
     model=ModelConfig(family="gpt2", d_model=32, n_layers=2, n_heads=2, d_ff=64),
     data=DataConfig(seq_len=16),
-    train=TrainConfig(global_batch=8, microbatches=2),
+    **grouped(mesh="pp=2,dp=2", zero=1, global_batch=8, microbatches=2),
 )
 
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import rich.console
 
+from jaxshard.commands import cli
 from jaxshard.commands.explain_schedule import facts, sentences
-from jaxshard.commands.table import cli
 from jaxshard.console import Console
 from jaxshard.parallel.schedule import make
 from jaxshard.views.schedule_draw import draw_text
@@ -20,7 +20,7 @@ def run(capsys, line: str) -> tuple[int, str, str]:
 
 
 def test_the_terminal_shows_the_table_of_the_run(capsys):
-    options = "--mesh pp=2,dp=2 --model.n_layers 4 --train.virtual_stages 2 --train.microbatches 4"
+    options = "--mesh pp=2,dp=2 --model.n_layers 4 --parallel.virtual_stages 2 --parallel.microbatches 4"
     code, out, _ = run(capsys, options)
     assert code == 0
     rows = [line.split(" F ")[1].split() for line in out.splitlines() if line.startswith("stage")]
@@ -60,7 +60,7 @@ def test_colours_tell_forward_backward_and_bubble_apart():
 
 
 def test_the_picture_is_written(capsys, tmp_path):
-    code, out, _ = run(capsys, f"--mesh pp=2 --train.microbatches 4 --png {tmp_path / 'pictures'}")
+    code, out, _ = run(capsys, f"--mesh pp=2 --parallel.microbatches 4 --png {tmp_path / 'pictures'}")
     file = tmp_path / "pictures" / "pipeline.png"
     assert code == 0 and file.read_bytes().startswith(b"\x89PNG") and str(file) in out
 
@@ -72,7 +72,7 @@ def test_the_picture_is_written(capsys, tmp_path):
         ("--mesh pp=2 --lock a.json", "--schedule compiles nothing, and so --lock beside it has no meaning"),
         ("--mesh pp=2 --report a.html", "--schedule compiles nothing, and so --report"),
         ("--mesh pp=3 --model.n_layers 4", "4 layers on 3 stages"),
-        ("--mesh pp=2,dp=2 --train.microbatches 3", "train.microbatches = 3 does not divide"),
+        ("--mesh pp=2,dp=2 --parallel.microbatches 3", "parallel.microbatches = 3 does not divide"),
         ("--mesh pp=2 --png /proc/none", "cannot be written"),
         ("--mesh pp=2,dp=2 --target h100:8", "target h100:8 has 8: try --target h100:4 or --mesh pp=2,dp=4"),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxshard.commands.cli import run
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig, grouped
 from jaxshard.config.file import config_to_yaml
 from jaxshard.data.tokenizer import ByteTokenizer, IdTokenizer
 from jaxshard.errors import InputError
@@ -44,11 +44,11 @@ GPT2_TIED = GPT2 | dict(tie_embeddings=True, max_seq_len=32)
 def program(mesh: str = "dp=1", zero: int = 0, sequence_parallel=False, virtual_stages=None, **model) -> Program:
     """A program on part of the faked devices."""
     config = Config(
-        mesh=mesh,
-        zero=zero,
         model=ModelConfig(**LLAMA | model),
         data=DataConfig(seq_len=32),
-        train=TrainConfig(global_batch=8, sequence_parallel=sequence_parallel, virtual_stages=virtual_stages),
+        **grouped(
+            mesh=mesh, zero=zero, global_batch=8, sequence_parallel=sequence_parallel, virtual_stages=virtual_stages
+        ),
     )
     devices = np.prod([int(size) for size in re.findall(r"\d+", mesh)])
     return build_program(config, jax.devices()[:devices])

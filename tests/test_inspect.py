@@ -12,7 +12,7 @@ import pytest
 
 from jaxshard.commands.cli import run
 from jaxshard.commands.inspect import axes_of
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.models.presets import PRESETS
 from jaxshard.training.checkpoint import Checkpoints, SavedArray
 from jaxshard.training.program import build_program
@@ -28,12 +28,10 @@ def folder(tmp_path_factory):
     """A run with checkpoints of steps 3 and 8: bf16 parameters, fp32 masters and moments, ZeRO-3 on two devices."""
     path = tmp_path_factory.mktemp("run")
     config = Config(
-        mesh="dp=2",
-        zero=3,
         output=str(path),
         model=ModelConfig(family="llama", d_model=32, n_layers=2, n_heads=4, n_kv_heads=2),
         data=DataConfig(seq_len=16),
-        train=TrainConfig(steps=10, global_batch=2, precision="bf16"),
+        **grouped(mesh="dp=2", zero=3, steps=10, global_batch=2, precision="bf16"),
     )
     program = build_program(config, jax.devices()[:2], tokenizer_size=257)
     write_config(resolved(config, program), path)

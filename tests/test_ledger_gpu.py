@@ -5,7 +5,7 @@ import time
 import pytest
 from ledger_layouts import TESTED, agreeing
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 
 TARGET = "h100:8"
 QUICK = "zero 3 with tp"
@@ -24,11 +24,9 @@ def test_found_is_expected(name):
 def test_the_ledger_of_a_large_model_on_512_gpus_takes_seconds():
     """Of one processor, and so at most as long on two: 30 s is what is promised."""
     case = Config(
-        mesh="dp=512",
-        zero=3,
         model=ModelConfig(preset="llama3-8b"),
         data=DataConfig(seq_len=8192),
-        train=TrainConfig(global_batch=512, precision="bf16", remat="full"),
+        **grouped(mesh="dp=512", zero=3, global_batch=512, precision="bf16", remat="full"),
     )
     start = time.process_time()
     found = agreeing(case, "h100:512")

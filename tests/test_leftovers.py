@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from jaxshard.commands.cli import run
 from jaxshard.commands.generate import _for_generation
-from jaxshard.config import Config, DataConfig, LogConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, LogConfig, ModelConfig, grouped
 from jaxshard.config.options import Given
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import parse_mesh, resolve_mesh
@@ -24,12 +25,11 @@ NONE = Given({})
 
 
 CONFIG = Config(
-    mesh="pp=2,dp=2",
     fake_devices=4,
     model=ModelConfig(family="llama", d_model=8, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=2, d_ff=16),
     data=DataConfig(path=__file__, seq_len=32, eval_fraction=0.5),
-    train=TrainConfig(steps=1, global_batch=8, accumulation=2, microbatches=2, virtual_stages=2),
     log=LogConfig(every=1, tensorboard=False),
+    **grouped(mesh="pp=2,dp=2", steps=1, global_batch=8, accumulation=2, microbatches=2, virtual_stages=2),
 )
 """With every option that only a mesh such as its own has."""
 
@@ -88,36 +88,36 @@ ODD = {
 def test_what_only_training_has_stops_neither_eval_nor_generate(name):
     for zero, mesh in itertools.product((1, 3), MESHES):
         shape = resolve_mesh(mesh, math.prod(parse_mesh(mesh).values()))
-        config = replace(CONFIG, mesh=mesh, zero=zero, train=replace(CONFIG.train, **ODD[name]))
+        config = CONFIG.with_parallel(mesh=mesh, zero=zero, **ODD[name])
         config = replace(config, model=replace(config.model, attention="cudnn"))
         arch = architecture(config.model, 257, 32)
         for fitting in (for_forward(NONE, config, arch, shape), _for_generation(config, NONE, 257, shape)):
             program = build_program(fitting, jax.devices()[: shape.devices], 257)
-            assert program.layout.zero == (3 if zero == 3 else 0) and fitting.train.offload == "none"
+            assert program.layout.zero == (3 if zero == 3 else 0) and fitting.parallel.offload == "none"
 
 
 @pytest.mark.parametrize(
     "command, options, words",
     [
-        ("eval", "--mesh dp=1 --train.microbatches 4", "train.microbatches is 4, but without stages"),
-        ("generate", "--mesh dp=1 --train.virtual_stages 2", "train.virtual_stages is 2, but without stages"),
-        ("eval", "--mesh pp=4 --train.virtual_stages 2", "4 layers on 4 stages x 2 chunks"),
+        ("eval", "--mesh dp=1 --parallel.microbatches 4", "parallel.microbatches is 4, but without stages"),
+        ("generate", "--mesh dp=1 --parallel.virtual_stages 2", "parallel.virtual_stages is 2, but without stages"),
+        ("eval", "--mesh pp=4 --parallel.virtual_stages 2", "4 layers on 4 stages x 2 chunks"),
         ("eval", "--mesh dp=3 --zero 3", "cannot be sharded as --zero asks"),
         ("eval", "--mesh dp=3 --train.global_batch 8", "train.global_batch = 8 does not divide by dp 3"),
-        ("eval", "--mesh dp=1 --train.sequence_parallel true", "train.sequence_parallel splits"),
+        ("eval", "--mesh dp=1 --parallel.sequence_parallel true", "parallel.sequence_parallel splits"),
         (
             "train --resume",
-            "--mesh dp=4 --train.allow_replicated [blocks.norm1.scale]",
-            "train.allow_replicated = [blocks",
+            "--mesh dp=4 --parallel.allow_replicated [blocks.norm1.scale]",
+            "parallel.allow_replicated = [blocks",
         ),
         (
             "eval",
-            "--mesh dp=1 --train.allow_replicated [blocks.norm1.scale]",
+            "--mesh dp=1 --parallel.allow_replicated [blocks.norm1.scale]",
             "with ZeRO-0 every weight may stay whole",
         ),
         ("train --resume", "--train.loss_scale 4", "train.loss_scale = 4 changes nothing: only fp16"),
-        ("train --resume", "--train.offload_mode host", "train.offload_mode is 'host'"),
-        ("train --resume", "--mesh dp=1 --train.microbatches 4", "train.microbatches is 4, but without stages"),
+        ("train --resume", "--parallel.offload_mode host", "parallel.offload_mode is 'host'"),
+        ("train --resume", "--mesh dp=1 --parallel.microbatches 4", "parallel.microbatches is 4, but without stages"),
     ],
 )
 def test_what_the_user_gives_is_still_refused(pipeline, command, options, words, capsys):
@@ -130,7 +130,7 @@ def test_a_run_goes_on_without_what_the_mesh_does_not_have(copied, capsys):
     assert run(["train", "--resume", "--output", str(copied), "--mesh", "dp=4"]) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("left out")]
-    for part in ("zero 1", "train.microbatches 2", "train.virtual_stages 2"):
+    for part in ("zero 1", "parallel.microbatches 2", "parallel.virtual_stages 2"):
         assert part in line
     text = (copied / "config.yaml").read_text()
     assert "microbatches: null" in text and "virtual_stages: null" in text and "zero: 0" in text
@@ -141,23 +141,25 @@ def test_a_run_goes_on_without_what_the_mesh_does_not_have(copied, capsys):
 def test_a_batch_that_does_not_divide_says_whose_it_is(pipeline, capsys):
     for mesh, words in (
         ("dp=3", "train.global_batch = 8 does not divide by dp 3"),
-        ("dp=8", "train.accumulation = 2 does not divide the 1 sequence that each of 8 data groups has"),
+        ("dp=8", "parallel.accumulation = 2 does not divide the 1 sequence that each of 8 data groups has"),
     ):
         assert run(["train", "--resume", "--output", str(pipeline), "--mesh", mesh, "--train.steps", "2"]) == 2
         error = capsys.readouterr().err
-        assert words in error and f"{pipeline}/config.yaml" in error and "--train." in error, error
+        assert words in error and f"{pipeline}/config.yaml" in error and re.search(r"--(train|parallel)\.", error), (
+            error
+        )
         assert error.count("\n") == 1
 
 
 def test_a_file_beside_resume_states_the_run_in_full(pipeline, capsys):
     options = ["--config", str(pipeline / "config.yaml"), "--mesh", "dp=1", "--fake_devices", "1"]
     assert run(["train", "--resume", "--output", str(pipeline), *options]) == 2
-    assert "train.microbatches is 2, but without stages there is no pipeline" in capsys.readouterr().err
+    assert "parallel.microbatches is 2, but without stages there is no pipeline" in capsys.readouterr().err
 
 
 def test_faked_devices_of_the_run_do_not_bind_another_mesh():
-    saved = Config(mesh="dp=8", fake_devices=4)
+    saved = Config(fake_devices=4, **grouped(mesh="dp=8"))
     assert own_devices(saved, Given({"mesh": "dp=8"})).fake_devices is None
     assert own_devices(saved, NONE) == own_devices(saved, Given({"mesh": "dp=8", "fake_devices": "4"})) == saved
     for mesh in ("dp=-1", "auto"):
-        assert own_devices(Config(mesh=mesh, fake_devices=4), Given({"mesh": mesh})).fake_devices == 4
+        assert own_devices(Config(fake_devices=4, **grouped(mesh=mesh)), Given({"mesh": mesh})).fake_devices == 4

@@ -10,8 +10,8 @@ import rich.console
 from ledger_layouts import config, ledger, program_for
 
 from jaxshard.analysis.compare import Difference
-from jaxshard.commands.table import cli, explain
-from jaxshard.config import Config
+from jaxshard.commands import cli, explain
+from jaxshard.config import Config, grouped
 from jaxshard.config.file import config_to_yaml
 from jaxshard.console import Console
 
@@ -213,7 +213,7 @@ def test_an_output_folder_that_is_not_there_is_refused(command, monkeypatch, cap
 def test_the_run_that_is_named_is_explained(tmp_path, monkeypatch, capsys):
     """Its own configuration, options over it, as check does; without --output, or without a run there, the defaults."""
     monkeypatch.chdir(tmp_path)
-    run_config = Config(mesh="dp=2", zero=3, output="first")
+    run_config = Config(output="first", **grouped(mesh="dp=2", zero=3))
     for folder in ("first", "runs/default", "empty"):
         Path(folder).mkdir(parents=True)
     for folder in ("first", "runs/default"):

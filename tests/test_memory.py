@@ -7,7 +7,7 @@ import pytest
 
 from jaxshard.analysis.memory import estimate
 from jaxshard.analysis.state_bytes import state_bytes, zero_bytes
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, grouped
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import resolve_mesh
 from jaxshard.parallel.rules import bytes_per_device
@@ -39,8 +39,8 @@ LAYOUTS = [
 
 
 def config(model, mesh, zero, train, **more):
-    settings = TrainConfig(**({"global_batch": 32} | train))
-    return Config(mesh=mesh, zero=zero, model=MODELS[model], data=DataConfig(seq_len=32), train=settings, **more)
+    groups = grouped(mesh=mesh, zero=zero, **({"global_batch": 32} | train))
+    return Config(model=MODELS[model], data=DataConfig(seq_len=32), **groups, **more)
 
 
 def held_by_program(program):
@@ -93,7 +93,7 @@ def test_compiled_arguments_are_the_closed_form_in_every_layout(model, mesh, zer
 
 def test_offloaded_state_is_counted_on_the_host():
     kept = config("llama", "dp=8", 1, {"precision": "bf16"})
-    moved = replace(kept, train=replace(kept.train, offload="optimizer"))
+    moved = kept.with_parallel(offload="optimizer")
     arch, shape = architecture(kept.model), resolve_mesh("dp=8", 8)
     here, there = state_bytes(kept, arch, shape), state_bytes(moved, arch, shape)
     assert there.host == here.master + here.optimizer - 4  # Adam's count stays on the device
@@ -130,10 +130,10 @@ def test_higher_zero_never_takes_more(mesh, accumulation):
     settings = Config(
         model=ModelConfig(preset="llama3-8b"),
         data=DataConfig(seq_len=4096),
-        train=TrainConfig(precision="bf16", remat="full", global_batch=256, accumulation=accumulation),
+        **grouped(precision="bf16", remat="full", global_batch=256, accumulation=accumulation),
     )
     arch, shape = architecture(settings.model), resolve_mesh(mesh, 8)
-    totals = [estimate(replace(settings, zero=zero), arch, shape, "gpu").total for zero in (0, 1, 2, 3)]
+    totals = [estimate(settings.with_parallel(zero=zero), arch, shape, "gpu").total for zero in (0, 1, 2, 3)]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -144,9 +144,7 @@ def test_less_is_saved_less_is_held():
         train=TrainConfig(precision="bf16", global_batch=8),
     )
     arch, shape = architecture(settings.model), resolve_mesh("dp=8", 8)
-    total = lambda remat, platform: estimate(
-        replace(settings, train=replace(settings.train, remat=remat)), arch, shape, platform
-    )
+    total = lambda remat, platform: estimate(settings.with_parallel(remat=remat), arch, shape, platform)
     for platform in ("gpu", "tpu"):
         sizes = [total(remat, platform).total for remat in ("full", "dots", "none")]
         assert sizes == sorted(sizes)
@@ -157,10 +155,8 @@ def test_less_is_saved_less_is_held():
 
 def test_pipeline_memory_is_flat_in_microbatches_for_1f1b_and_grows_for_gpipe():
     def total(schedule, count):
-        train = TrainConfig(
-            precision="bf16", remat="full", global_batch=2 * count, microbatches=count, schedule=schedule
-        )
-        settings = Config(model=ModelConfig(preset="llama3-8b"), data=DataConfig(seq_len=4096), train=train)
+        groups = grouped(precision="bf16", remat="full", global_batch=2 * count, microbatches=count, schedule=schedule)
+        settings = Config(model=ModelConfig(preset="llama3-8b"), data=DataConfig(seq_len=4096), **groups)
         return estimate(settings, architecture(settings.model), resolve_mesh("pp=4,dp=2", 8), "gpu").activations
 
     assert total("1f1b", 64) == total("1f1b", 16)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, grouped
 from jaxshard.errors import InputError
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.planner.confirm import compile_step
@@ -36,16 +36,11 @@ def config(
     mesh: str, zero: int, optimizer: str, d: int = 32, layers: int = 4, vocab: int = VOCAB, **train: Any
 ) -> Config:
     heads = max(4, d // 128)
-    return Config(
-        mesh=mesh,
-        zero=zero,  # type: ignore[arg-type]
-        model=ModelConfig(
+    return Config(model=ModelConfig(
             family="llama", vocab_size=vocab, d_model=d, n_layers=layers, n_heads=heads, n_kv_heads=heads // 2,
             d_ff=2 * d, attention="xla",
-        ),
-        data=DataConfig(seq_len=LENGTH),
-        optim=OptimConfig(name=optimizer, warmup_steps=1),  # type: ignore[arg-type]
-        train=TrainConfig(global_batch=ROWS, **train),
+        ), data=DataConfig(seq_len=LENGTH), optim=OptimConfig(name=optimizer, warmup_steps=1),
+        **grouped(mesh=mesh, zero=zero, global_batch=ROWS, **train),
     )  # fmt: skip
 
 
@@ -75,7 +70,7 @@ def three_steps(config: Config) -> Outcome:
     step = compile_quickly(program.step.lower(program.abstract, program.abstract_batch()), program)
     for seed in range(3):
         before = state
-        state, measured = step(state, program.place(batch(seed), config.train.accumulation))
+        state, measured = step(state, program.place(batch(seed), config.parallel.accumulation))
         metrics.append(jax.device_get(measured))
         donated = (before.params, before.masters, before.moments)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated)), "donated state is still there"
@@ -310,12 +305,12 @@ def test_one_gpu_whose_host_holds_the_state():
 
 
 def test_unknown_values_are_refused():
-    with pytest.raises(InputError, match=r"train.offload is 'moments': it must be none or optimizer"):
-        TrainConfig(offload="moments")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"train.offload_mode is 'lazy': it must be stream or host"):
-        TrainConfig(offload="optimizer", offload_mode="lazy")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"left out, or given with --train.offload optimizer"):
-        TrainConfig(offload_mode="stream")
+    with pytest.raises(InputError, match=r"parallel.offload is 'moments': it must be none or optimizer"):
+        ParallelConfig(offload="moments")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"parallel.offload_mode is 'lazy': it must be stream or host"):
+        ParallelConfig(offload="optimizer", offload_mode="lazy")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"left out, or given with --parallel.offload optimizer"):
+        ParallelConfig(offload_mode="stream")
 
 
 def test_a_backend_without_host_memory_is_refused():
@@ -330,13 +325,13 @@ def test_a_backend_without_host_memory_is_refused():
             return [Memory("device"), Memory("unpinned_host")]
 
     for option, instead in (
-        ("train.offload optimizer", "--zero 1 to 3"),
-        ("train.remat offload", "--train.remat full"),
+        ("parallel.offload optimizer", "--zero 1 to 3"),
+        ("parallel.remat offload", "--parallel.remat full"),
     ):
         said = f"{option} needs pinned_host memory, and backend metal has only device, unpinned_host.*{instead}"
         with pytest.raises(InputError, match=said):
             check_host_memory(option, [Bare()])
-    check_host_memory("train.offload optimizer", jax.devices())
+    check_host_memory("parallel.offload optimizer", jax.devices())
 
 
 @pytest.mark.parametrize("train", [{"offload": "optimizer"}, {"remat": "offload"}], ids=str)

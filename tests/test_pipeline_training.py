@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.errors import InputError
 from jaxshard.parallel import schedule
 from jaxshard.parallel.axes import AXES, MeshShape
@@ -36,11 +36,9 @@ def config(mesh, model=LLAMA, zero=0, pack=True, n_layers=8, **train):
     sizes = dict(vocab_size=59, d_model=16, n_layers=n_layers, n_heads=4, head_dim=4, d_ff=24, max_seq_len=T)
     options = dict(global_batch=24, precision="fp64", z_loss=1e-3, loss_chunk=5)
     return Config(
-        mesh=mesh,
-        zero=zero,
         model=ModelConfig(**(sizes | model)),
         data=DataConfig(seq_len=T, pack=pack),
-        train=TrainConfig(**(options | train)),
+        **grouped(mesh=mesh, zero=zero, **options | train),
     )
 
 
@@ -106,7 +104,7 @@ def test_gradients_equal_one_device_with(name):
 @pytest.mark.slow
 def test_an_update_on_the_host_equals_one_device():
     cfg = config("pp=2,dp=2,tp=2", zero=1, microbatches=4, virtual_stages=2, offload="optimizer", offload_mode="host")
-    plain = replace(alone(cfg), train=replace(alone(cfg).train, offload="none", offload_mode=None))
+    plain = alone(cfg).with_parallel(offload="none", offload_mode=None)
     found = one_step(program(cfg), batch(cfg), update=True)
     assert compare(found, one_step(program(plain), batch(cfg), update=True)).faults() == []
 
@@ -161,14 +159,18 @@ def test_sixteen_bits(precision, options):
 @pytest.mark.parametrize(
     "mesh, options, words",
     [
-        ("dp=2", dict(microbatches=4), ("train.microbatches is 4", "--train.accumulation 4", "pp=2")),
-        ("dp=2", dict(schedule="gpipe"), ("train.schedule is 'gpipe'", "--mesh pp=2")),
-        ("tp=2", dict(virtual_stages=2), ("train.virtual_stages is 2", "--mesh pp=2")),
+        ("dp=2", dict(microbatches=4), ("parallel.microbatches is 4", "--parallel.accumulation 4", "pp=2")),
+        ("dp=2", dict(schedule="gpipe"), ("parallel.schedule is 'gpipe'", "--mesh pp=2")),
+        ("tp=2", dict(virtual_stages=2), ("parallel.virtual_stages is 2", "--mesh pp=2")),
         ("pp=2", dict(virtual_stages=2, schedule="1f1b"), ("virtual_stages is 2", "1f1b", "interleaved")),
         ("pp=2", dict(pipeline_gather="step"), ("pipeline_gather is 'step'", "--zero 0", "--zero 3")),
         ("pp=4", dict(n_layers=6), ("6 layers on 4 stages", "4 or 8 layers", "3 stages")),
         ("pp=2", dict(n_layers=6, virtual_stages=4), ("6 layers on 2 stages x 4 chunks", "8 layers")),
-        ("pp=2,dp=2", dict(microbatches=5), ("microbatches = 5", "12 sequences", "--train.microbatches 6", "batch 20")),
+        (
+            "pp=2,dp=2",
+            dict(microbatches=5),
+            ("microbatches = 5", "12 sequences", "--parallel.microbatches 6", "batch 20"),
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(mesh, options, words):
@@ -304,5 +306,5 @@ def test_memory_grows_with_the_slots_of_the_schedule_only():
 
 
 def test_a_pipeline_over_several_data_groups_is_zero_1_by_default():
-    default = lambda mesh: program(replace(config(mesh), zero=None)).config.zero
+    default = lambda mesh: program(config(mesh).with_parallel(zero=None)).config.zero
     assert [default(mesh) for mesh in ("pp=2,dp=2", "pp=4", "dp=4", "pp=2,replica=2")] == [1, 0, 0, 0]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxshard.commands.table import cli
-from jaxshard.config import Config, TrainConfig
+from jaxshard.commands import cli
+from jaxshard.config import Config, grouped
 from jaxshard.models.transformer import padded_vocab
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.mesh import resolve_mesh
@@ -51,14 +51,14 @@ def test_the_command_of_a_plan_is_understood_and_says_the_same(capsys):
         words = shlex.split(each["command"])
         assert words[:2] == ["python", "run.py"]
         config = cli.understand(words[2:]).config
-        assert (config.zero, config.train.remat, config.train.accumulation, config.train.offload) == (
+        assert (config.zero, config.parallel.remat, config.parallel.accumulation, config.parallel.offload) == (
             each["zero"],
             each["remat"],
             each["accumulation"],
             each["offload"],
         )
         assert str(resolve_mesh(config.mesh, 8)) == each["mesh"]
-        assert config.train.microbatches == each["microbatches"]
+        assert config.parallel.microbatches == each["microbatches"]
         assert config.train.precision == "bf16"
         assert (config.model.preset, config.data.seq_len) == ("llama3-8b", 8192)
 
@@ -67,17 +67,20 @@ def test_what_a_file_says_is_overridden_where_the_plan_differs(tmp_path, capsys)
     file = tmp_path / "mine.yaml"
     file.write_text(
         "zero: 3\nmodel: {preset: gpt2-124m}\ndata: {seq_len: 512}\n"
-        "train: {global_batch: 16, accumulation: 4, remat: full, precision: bf16}\n"
+        "train: {global_batch: 16, precision: bf16}\nparallel: {accumulation: 4, remat: full}\n"
     )
     code, out, _ = plan(capsys, "--config", str(file), "--target", "h100:1", "--confirm", "0", "--best")
     assert code == 0
     config = cli.understand(shlex.split(out)[2:]).config
-    assert (config.zero, config.train.accumulation, config.train.remat) == (0, 1, "none")
+    assert (config.zero, config.parallel.accumulation, config.parallel.remat) == (0, 1, "none")
 
 
-OWN = (
-    "mesh: pp=4,dp=2\nzero: 3\nfake_devices: 4\ntrain: {offload: optimizer, offload_mode: host, pipeline_gather: step}"
-)
+OWN = """
+mesh: pp=4,dp=2
+zero: 3
+fake_devices: 4
+parallel: {offload: optimizer, offload_mode: host, pipeline_gather: step}
+"""
 
 
 def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
@@ -86,8 +89,8 @@ def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
     _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--json")
     configs = [cli.understand(shlex.split(each["command"])[2:]).config for each in json.loads(out)["plans"]]
     assert {config.fake_devices for config in configs} == {None}
-    assert {config.train.offload_mode for config in configs} == {None}
-    assert {config.train.pipeline_gather for config in configs if "pp" not in (config.mesh or "")} == {None}
+    assert {config.parallel.offload_mode for config in configs} == {None}
+    assert {config.parallel.pipeline_gather for config in configs if "pp" not in (config.mesh or "")} == {None}
     file.write_text("devices: cpu\nfake_devices: 8\n")
     _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--best")
     config = cli.understand(shlex.split(out)[2:]).config
@@ -95,12 +98,12 @@ def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
 
 
 def test_an_option_of_some_layouts_leaves_only_those(capsys):
-    _, out, _ = plan(capsys, *LLAMA, "--train.pipeline_gather", "step", "--target", "h100:8", "--json")
+    _, out, _ = plan(capsys, *LLAMA, "--parallel.pipeline_gather", "step", "--target", "h100:8", "--json")
     for each in json.loads(out)["plans"]:
         assert each["zero"] == 3 and "pp" in each["mesh"]
-        assert cli.understand(shlex.split(each["command"])[2:]).config.train.pipeline_gather == "step"
-    pins = pins_of(Config(train=TrainConfig(offload="optimizer", offload_mode="host")), {"train.offload_mode": "host"})
-    assert str(pins) == "--train.offload_mode host"
+        assert cli.understand(shlex.split(each["command"])[2:]).config.parallel.pipeline_gather == "step"
+    pins = pins_of(Config(**grouped(offload="optimizer", offload_mode="host")), {"parallel.offload_mode": "host"})
+    assert str(pins) == "--parallel.offload_mode host"
     own = Candidate(MeshShape(data=8), 1, "none")
     assert pins.allows(replace(own, offload="optimizer")) and not pins.allows(own)
 
@@ -113,9 +116,9 @@ def test_weights_that_may_stay_whole(capsys):
     code, _, err = plan(capsys, *arguments)
     assert code == 2
     assert "cannot be sharded as --zero asks: blocks.attention.key: no dim of" in err
-    allowed = re.search(r"--train\.allow_replicated '(\[.*?\])'", err)
+    allowed = re.search(r"--parallel\.allow_replicated '(\[.*?\])'", err)
     assert allowed
-    code, out, _ = plan(capsys, *arguments, "--train.allow_replicated", allowed[1])
+    code, out, _ = plan(capsys, *arguments, "--parallel.allow_replicated", allowed[1])
     assert (code, "--mesh dp=8 --zero 1" in out) == (0, True)
 
 
@@ -126,8 +129,8 @@ def test_short_times_have_their_unit(capsys):
 
 
 def test_null_leaves_a_choice_free():
-    assert pins_of(Config(), dict.fromkeys(("zero", "train.schedule", "train.microbatches"), "null")).fields == {}
-    assert pins_of(Config(zero=0), {"zero": "0"}).fields == {"zero": 0}
+    assert pins_of(Config(), dict.fromkeys(("zero", "parallel.schedule", "parallel.microbatches"), "null")).fields == {}
+    assert pins_of(Config(**grouped(zero=0)), {"zero": "0"}).fields == {"zero": 0}
 
 
 def test_divisors():
@@ -188,31 +191,31 @@ def test_fewest_devices(capsys):
         (("--target", "h100:8", "--devices", "cpu"), ("--devices cpu and --target h100:8 both say",)),
         (("--target", "h100:8", "--report", ""), ("--report is empty",)),
         (
-            ("--target", "h100:8", "--zero", "0", "--train.remat", "none", "--mesh", "dp=8"),
-            ("--zero 0", "GiB", "it fits here without --mesh dp=8 or without --train.remat none"),
+            ("--target", "h100:8", "--zero", "0", "--parallel.remat", "none", "--mesh", "dp=8"),
+            ("--zero 0", "GiB", "it fits here without --mesh dp=8 or without --parallel.remat none"),
         ),
         (
-            ("--target", "h100:8", "--train.microbatches", "4", "--mesh", "dp=8", "--zero", "1"),
-            ("--mesh dp=8 or --train.microbatches 4 stands in the way",),
+            ("--target", "h100:8", "--parallel.microbatches", "4", "--mesh", "dp=8", "--zero", "1"),
+            ("--mesh dp=8 or --parallel.microbatches 4 stands in the way",),
         ),
         (
-            ("--target", "h100:8", "--train.accumulation", "3"),
-            ("64 does not divide by dp 8 x accumulation 3", "--train.accumulation 3 stands in the way"),
+            ("--target", "h100:8", "--parallel.accumulation", "3"),
+            ("64 does not divide by dp 8 x accumulation 3", "--parallel.accumulation 3 stands in the way"),
         ),
         (
-            ("--target", "h100:8", "--train.microbatches", "7"),
-            ("train.microbatches = 7 does not divide the 64", "--train.microbatches 7 stands in the way"),
+            ("--target", "h100:8", "--parallel.microbatches", "7"),
+            ("parallel.microbatches = 7 does not divide the 64", "--parallel.microbatches 7 stands in the way"),
         ),
         (
-            ("--target", "h100:8", "--mesh", "dp=8", "--train.pipeline_gather", "step"),
-            ("without stages there is no pipeline", "--train.pipeline_gather step stands in the way"),
+            ("--target", "h100:8", "--mesh", "dp=8", "--parallel.pipeline_gather", "step"),
+            ("without stages there is no pipeline", "--parallel.pipeline_gather step stands in the way"),
         ),
         (
-            ("--target", "h100:8", "--zero", "1", "--train.pipeline_gather", "step"),
+            ("--target", "h100:8", "--zero", "1", "--parallel.pipeline_gather", "step"),
             ("with --zero 1 every stage holds its parameters whole",),
         ),
         (
-            ("--target", "h100:8", "--train.schedule", "gpipe", "--train.virtual_stages", "2"),
+            ("--target", "h100:8", "--parallel.schedule", "gpipe", "--parallel.virtual_stages", "2"),
             ("schedule gpipe keeps the layers of a stage in one piece",),
         ),
         (("--target", "h100:8", "--memory_limit", "1e-9"), ("a device has more than that: raise the limit",)),
@@ -246,7 +249,7 @@ def test_the_vocabulary_is_the_tokenizers_as_for_training(tmp_path, capsys):
 
 
 def test_an_unknown_recomputation_is_all_that_is_said(capsys):
-    code, _, err = plan(capsys, *LLAMA, "--target", "h100:8", "--train.remat", "foo")
+    code, _, err = plan(capsys, *LLAMA, "--target", "h100:8", "--parallel.remat", "foo")
     assert code == 2
     assert "'foo' is not known" in err
     assert "in the way" not in err

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxshard.analysis.timeline import Block, Span, Timeline
-from jaxshard.commands.table import cli
+from jaxshard.commands import cli
 from jaxshard.planner import confirm, planner
 from jaxshard.views.plan_report import _called, _undominated, timeline_picture
 

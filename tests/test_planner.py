@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from jaxshard.commands.table import cli
+from jaxshard.commands import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxshard.models.presets import architecture
 from jaxshard.planner import host_memory, ranking
@@ -109,10 +109,10 @@ def test_every_candidate_passes_the_checks_of_training_and_none_is_double():
         assert candidate.shape.devices == 16
         laid = apply(config, candidate)
         check_fit(laid, arch, candidate.shape)
-        key = (candidate.shape, laid.train.microbatches, laid.train.schedule, laid.train.virtual_stages)
+        key = (candidate.shape, laid.parallel.microbatches, laid.parallel.schedule, laid.parallel.virtual_stages)
         if key not in pipelines:
             pipelines.add(key)
-            plan_pipeline(laid.train, candidate.zero, arch, candidate.shape)
+            plan_pipeline(laid, candidate.zero, arch, candidate.shape)
     assert {c.zero for c in found} == {0, 1, 2, 3}
     assert {c.shape.model for c in found} == {1, 2, 4}
     assert {c.shape.stage for c in found} == {1, 2, 4}
@@ -128,7 +128,7 @@ def test_the_order_is_the_same_every_time_and_faster_plans_come_first():
 
 
 def test_pins_hold():
-    config = replace(settings("llama3-8b", 64, 8192), zero=1)
+    config = settings("llama3-8b", 64, 8192).with_parallel(zero=1)
     found = search(config, "h100:8", mesh={"model": 2, "data": -1}, zero=1, remat="full")
     for plan in found.fitting:
         c = plan.candidate

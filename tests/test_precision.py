@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, grouped
 from jaxshard.models import products
 from jaxshard.parallel.precision import POLICIES, LossScale, next_loss_scale
 from jaxshard.training.checkpoint import Checkpoints
@@ -25,12 +25,10 @@ OVERFLOW = 2.0**120
 
 def program(mesh: str = "dp=1", devices: int = 1, zero: int = 0, **train: Any) -> Program:
     config = Config(
-        mesh=mesh,
-        zero=zero,  # pyright: ignore[reportArgumentType]
         model=ModelConfig(family="llama", d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32, vocab_size=V),
         data=DataConfig(seq_len=T),
         optim=OptimConfig(lr=3e-3, warmup_steps=2),
-        train=TrainConfig(**(dict(global_batch=B) | train)),
+        **grouped(mesh=mesh, zero=zero, **dict(global_batch=B) | train),
     )
     return build_program(config, jax.devices()[:devices])
 
@@ -47,7 +45,7 @@ def batch_of(made: Program, seed: int = 0, targets: bool = True) -> dict[str, ja
     batch = synthetic_batch(V, B, T, True, seed)
     if not targets:
         batch["targets"][:] = -1
-    return made.place(batch, made.config.train.accumulation)
+    return made.place(batch, made.config.parallel.accumulation)
 
 
 def host(state: Any) -> dict[str, np.ndarray]:
@@ -288,7 +286,7 @@ def test_many_equal_microbatches_lose_nothing():
     batch = synthetic_batch(V, B, T, True)
     results = []
     for made, tokens in ((one, batch), (many, {name: np.tile(a, (parts, 1)) for name, a in batch.items()})):
-        placed = made.place(tokens, made.config.train.accumulation)
+        placed = made.place(tokens, made.config.parallel.accumulation)
         args = (params, placed, jnp.int32(0), jnp.float32(1))
         run = jax.jit(partial(gradients, made.recipe)).lower(*args)
         results.append(host(compile_quickly(run, made)(*args)[0]))

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from jaxshard.analysis.timeline import Timeline
-from jaxshard.commands.table import cli
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.commands import cli
+from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig, grouped
 from jaxshard.config.options import Given
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
@@ -99,8 +99,8 @@ def test_zero_2_without_accumulation_is_lowered_to_the_program_of_zero_1():
     model = ModelConfig(family="gpt2", d_model=32, n_layers=2, n_heads=2, d_ff=64, vocab_size=257)
 
     def lowered(zero, accumulation):
-        train = TrainConfig(global_batch=16, accumulation=accumulation)
-        config = Config(mesh="dp=8", zero=zero, model=model, data=DataConfig(seq_len=16), train=train)
+        groups = grouped(mesh="dp=8", zero=zero, global_batch=16, accumulation=accumulation)
+        config = Config(model=model, data=DataConfig(seq_len=16), **groups)
         program = build_program(config, jax.devices(), None)
         return program.step.lower(program.abstract, program.abstract_batch()).as_text()
 
@@ -148,7 +148,7 @@ def test_what_the_compiler_refuses_is_never_offered(monkeypatch):
     asked = []
 
     def verdict(config, target):
-        asked.append((config.mesh, config.zero, config.train.remat))
+        asked.append((config.mesh, config.zero, config.parallel.remat))
         refused = len(asked) <= 2
         return DoesNotFit(target, 90 * GIB, 80 * GIB, "no") if refused else _Peak(60 * GIB)
 
@@ -254,13 +254,13 @@ def test_a_mistake_is_not_taken_for_a_target_that_is_too_small(monkeypatch):
 
     def compile_step(config, target, vocabulary):
         asked.append(target.name)
-        raise InputError("train.allow_replicated names 'x', but the model has no such weight")
+        raise InputError("parallel.allow_replicated names 'x', but the model has no such weight")
 
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
     monkeypatch.setattr(confirm, "compile_step", compile_step)
     config = settings("llama3-8b", 64, 8192)
     find = lambda target: planner.find(config, architecture(config.model), target, Given({}), None, True, 1)
-    with pytest.raises(InputError, match=r"^train\.allow_replicated names 'x', but the model has no such weight$"):
+    with pytest.raises(InputError, match=r"^parallel\.allow_replicated names 'x', but the model has no such weight$"):
         find(parse_target("h100:64"))
     assert len(asked) == 1
     # What is refused for its size lets the next target have its turn.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from layout_table import table
 
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.errors import InputError
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.parallel import remat
@@ -32,11 +32,9 @@ needs_gpu = pytest.mark.skipif(
 def config(mesh: str, zero: int = 0, batch: int = 8, length: int = 32, remat: str = "none", **model: Any) -> Config:
     sizes = dict(family="llama", d_model=32, n_layers=4, n_heads=4, n_kv_heads=4, d_ff=64, vocab_size=64, dropout=0.1)
     return Config(
-        mesh=mesh,
-        zero=zero,  # pyright: ignore[reportArgumentType]
         model=ModelConfig(**(sizes | model)),
         data=DataConfig(seq_len=length),
-        train=TrainConfig(global_batch=batch, remat=remat),
+        **grouped(mesh=mesh, zero=zero, global_batch=batch, remat=remat),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 from jax.sharding import PartitionSpec as P
 
-from jaxshard.config import Config, ModelConfig, TrainConfig
+from jaxshard.config import Config, ModelConfig, grouped
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.parallel.axes import MeshShape
@@ -108,13 +108,15 @@ def test_local_shape():
 
 
 def test_weights_that_may_stay_whole_are_checked_by_name():
-    train = TrainConfig(global_batch=2, allow_replicated=("blocks.mlp.upp",))
+    groups = grouped(mesh="dp=2", global_batch=2, allow_replicated=("blocks.mlp.upp",))
     with pytest.raises(InputError, match=r"mlp.upp', but the model has no such weight \(did you mean 'blocks.mlp.up'"):
-        build_program(Config(mesh="dp=2", model=ModelConfig(vocab_size=16), train=train), jax.devices()[:2])
+        build_program(Config(model=ModelConfig(vocab_size=16), **groups), jax.devices()[:2])
 
 
 def test_a_narrow_terminal_shows_the_weights_without_breaking_words():
-    config = Config(mesh="pp=2,dp=2,tp=2", zero=1, model=ModelConfig(family="llama", d_model=64, n_layers=2, n_heads=4))
+    config = Config(
+        model=ModelConfig(family="llama", d_model=64, n_layers=2, n_heads=4), **grouped(mesh="pp=2,dp=2,tp=2", zero=1)
+    )
     program = build_program(config, jax.devices()[:8], tokenizer_size=257)
     said = {}
     for width in (80, 140):

@@ -8,7 +8,7 @@ import pytest
 from jaxshard.analysis.state_bytes import padded, table_of
 from jaxshard.commands.check import lies_otherwise
 from jaxshard.commands.cli import run
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, grouped
 from jaxshard.errors import InputError
 from jaxshard.models.presets import PRESETS, architecture
 from jaxshard.parallel.axes import MeshShape
@@ -52,11 +52,10 @@ def differences(config: Config, shape: MeshShape) -> list:
 
 
 def preset_config(preset: str, shape: MeshShape, zero: int, optim: str) -> Config:
-    batch = TrainConfig(global_batch=4 * shape.batch_ways)
     seq_len = min(1024, PRESETS[preset]["max_seq_len"])
     return Config(
-        model=ModelConfig(preset=preset), data=DataConfig(seq_len=seq_len), train=batch, zero=zero,
-        optim=OptimConfig(name=optim),
+        model=ModelConfig(preset=preset), data=DataConfig(seq_len=seq_len), optim=OptimConfig(name=optim),
+        **grouped(global_batch=4 * shape.batch_ways, zero=zero),
     )  # fmt: skip
 
 
@@ -81,8 +80,8 @@ def drawn(draw: random.Random) -> tuple[Config, MeshShape]:
         n_layers=pick([4, 12]), d_ff=pick([24, 36, 96, 100, 192]), max_seq_len=pick([16, 30, 64, 127]),
     )  # fmt: skip
     optim = OptimConfig(name=pick(["adamw", "adafactor"]))
-    train = TrainConfig(global_batch=8 * shape.batch_ways)
-    return Config(model=model, data=DataConfig(seq_len=16), train=train, zero=pick([0, 1, 2, 3]), optim=optim), shape
+    groups = grouped(global_batch=8 * shape.batch_ways, zero=pick([0, 1, 2, 3]))
+    return Config(model=model, data=DataConfig(seq_len=16), optim=optim, **groups), shape
 
 
 def test_odd_sizes_lie_as_the_full_ones():
@@ -103,7 +102,7 @@ def test_the_built_programs_lie_alike(preset, mesh, optim):
 def built(preset: str, mesh: str, optim: str):
     shape = resolve_mesh(mesh, 8)
     config = preset_config(preset, shape, 3, optim)
-    full = build_program(Config(**(vars(config) | {"mesh": mesh})), jax.devices()[:8])
+    full = build_program(config.with_parallel(mesh=mesh), jax.devices()[:8])
     with wide_types():
         return full, build_program(shrink(full.config, full.model.arch, shape), jax.devices()[:8])
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxshard.analysis.shardable import unsharded
-from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, grouped
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
 from jaxshard.parallel import rules
@@ -43,12 +43,12 @@ class Row:
     def config(self, optim: OptimConfig = ADAMW, **model) -> Config:
         sizes = dict(d_model=D, d_ff=F, n_layers=L, n_heads=HEADS, n_kv_heads=HEADS, vocab_size=V)
         return Config(
-            mesh=self.mesh,
             optim=optim,
-            zero=self.zero,
             model=ModelConfig(family="llama", tie_embeddings=False, **(sizes | model)),
             data=DataConfig(seq_len=T),
-            train=TrainConfig(global_batch=B, precision=self.precision, accumulation=self.accumulation),
+            **grouped(
+                mesh=self.mesh, zero=self.zero, global_batch=B, precision=self.precision, accumulation=self.accumulation
+            ),
         )
 
     def program(self, optim: OptimConfig = ADAMW, **model) -> Program:
@@ -248,10 +248,10 @@ def test_one_per_cent_is_that_of_the_whole_state(zero, precision, optim):
     with pytest.raises(InputError) as refused:
         build_program(config, jax.devices()[:4])
     assert str(refused.value) == said
-    names = re.search(r"--train.allow_replicated '\[(.*)\]'", said)
+    names = re.search(r"--parallel.allow_replicated '\[(.*)\]'", said)
     assert names
     allowed = tuple(names[1].split(", "))
-    config = replace(config, train=replace(config.train, allow_replicated=allowed))
+    config = config.with_parallel(allow_replicated=allowed)
     program = build_program(config, jax.devices()[:4])
     assert unsharded(arch, optim, precision, row.shape, zero, allowed) is None
     total = class_bytes(replace(program, abstract=jax.tree.map(_everywhere, program.abstract)))

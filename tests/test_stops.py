@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxshard.commands.cli import run
-from jaxshard.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, ModelConfig, TrainConfig
+from jaxshard.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    grouped,
+)
 from jaxshard.config.file import config_to_yaml
 from jaxshard.console import Console
 from jaxshard.errors import InputError
@@ -28,13 +36,12 @@ from jaxshard.training.state import TrainState
 ROOT = Path(__file__).parent.parent
 END = 6
 CONFIG = Config(
-    mesh="dp=1",
     model=ModelConfig(family="llama", d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8),
     data=DataConfig(path=__file__, seq_len=8),
-    train=TrainConfig(steps=END, global_batch=1),
     eval=EvalConfig(every=3),
     checkpoint=CheckpointConfig(every=2, keep=9),
     log=LogConfig(every=1, tensorboard=False),
+    **grouped(mesh="dp=1", steps=END, global_batch=1),
 )
 
 
@@ -218,7 +225,7 @@ def test_a_full_disk_leaves_the_configuration_that_is_there(tmp_path):
     before = (tmp_path / "config.yaml").read_text()
     (tmp_path / ".config.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(InputError, match="No space left"):
-        start.write_config(Config(mesh="dp=2"), tmp_path, 5)
+        start.write_config(Config(**grouped(mesh="dp=2")), tmp_path, 5)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.yaml": before}
-    start.write_config(Config(mesh="dp=2"), tmp_path, 5)
+    start.write_config(Config(**grouped(mesh="dp=2")), tmp_path, 5)
     assert (tmp_path / "config.before-5.yaml").read_text() == before != (tmp_path / "config.yaml").read_text()

@@ -8,7 +8,7 @@ from jaxshard.analysis.arithmetic import flops_per_token, matmul_parameters
 from jaxshard.analysis.links import all_reduce, group, reduce_scatter
 from jaxshard.analysis.roofline import roofline, traffic
 from jaxshard.analysis.timeline import SLOWED, walk
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.models.presets import architecture
 from jaxshard.planner.confirm import compile_step
 from jaxshard.xla.compile import Compiled
@@ -226,9 +226,7 @@ def test_sizes_of_a_product_follow_from_its_arrays(line, shape):
 def tiny(family, mesh, zero=0, **train):
     kv = {"n_kv_heads": 2} if family == "llama" else {}
     model = ModelConfig(family=family, vocab_size=256, d_model=64, n_layers=4, n_heads=4, d_ff=128, **kv)
-    return Config(
-        mesh=mesh, zero=zero, model=model, data=DataConfig(seq_len=32), train=TrainConfig(global_batch=16, **train)
-    )
+    return Config(model=model, data=DataConfig(seq_len=32), **grouped(mesh=mesh, zero=zero, global_batch=16, **train))
 
 
 def forward(config, arch):
@@ -250,7 +248,7 @@ def recomputed_between(config, arch):
 def recomputed_by_stages(config, arch):
     """A pipeline of S stages and M microbatches: M + S - 1 ticks of each half, whose backward half begins anew."""
     blocks, attention, _ = forward(config, arch)
-    ticks = (config.train.microbatches + 2 - 1) / config.train.microbatches
+    ticks = (config.parallel.microbatches + 2 - 1) / config.parallel.microbatches
     return (4 * ticks - 3) * (blocks + attention)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxshard.commands.table import cli
-from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxshard.commands import cli
+from jaxshard.config import Config, DataConfig, ModelConfig, grouped
 from jaxshard.config.file import load_config
 from jaxshard.config.options import Given
 from jaxshard.console import Console
@@ -32,12 +32,11 @@ TINY = [
 ]  # fmt: skip
 
 
-def llama(**changes):
+def llama(zero=None, **changes):
     config = Config(
-        mesh="auto",
         model=ModelConfig(preset="llama3-8b"),
         data=DataConfig(seq_len=8192),
-        train=TrainConfig(precision="bf16", global_batch=64),
+        **grouped(mesh="auto", zero=zero, precision="bf16", global_batch=64),
     )
     return replace(config, **changes)
 
@@ -66,7 +65,7 @@ def test_automatic_mesh_takes_the_best_plan_and_says_so(on, capsys):
     config, said = chosen(llama(), capsys)
     assert resolve_mesh(config.mesh, 8).devices == 8
     assert config.train.precision == "bf16"  # what a run computes is never the planner's choice
-    assert said.startswith(f"mesh auto: {config.mesh}, ZeRO-{config.zero}, remat {config.train.remat}")
+    assert said.startswith(f"mesh auto: {config.mesh}, ZeRO-{config.zero}, remat {config.parallel.remat}")
     assert "the fastest by prediction (" in said
     assert "of 74.36 GiB on a device" in said
     assert "kept" not in said
@@ -78,35 +77,40 @@ def test_automatic_mesh_keeps_what_the_user_says(on, capsys):
     assert config.zero == 2
     assert "kept as given: zero 2" in said
     # The default counts as said where it stands on the command line.
-    config, said = chosen(llama(zero=0), capsys, given=["zero", "mesh", "train.accumulation"])
-    assert (config.zero, config.train.accumulation) == (0, 1)
-    assert "kept as given: zero 0, train.accumulation 1" in said
+    config, said = chosen(llama(zero=0), capsys, given=["zero", "mesh", "parallel.accumulation"])
+    assert (config.zero, config.parallel.accumulation) == (0, 1)
+    assert "kept as given: zero 0, parallel.accumulation 1" in said
 
 
 def test_automatic_mesh_keeps_what_only_some_layouts_have(on, capsys):
     on("h100:8")
-    config = llama(train=replace(llama().train, pipeline_gather="step"))
+    config = llama().with_parallel(pipeline_gather="step")
     found, said = chosen(config, capsys)
-    assert (found.zero, found.train.pipeline_gather) == (3, "step")
+    assert (found.zero, found.parallel.pipeline_gather) == (3, "step")
     assert resolve_mesh(found.mesh, 8).stage > 1
-    assert "kept as given: train.pipeline_gather step" in said
+    assert "kept as given: parallel.pipeline_gather step" in said
     with pytest.raises(InputError, match="with --zero 1 every stage holds its parameters whole"):
-        chosen(replace(config, zero=1), capsys)
+        chosen(config.with_parallel(zero=1), capsys)
 
 
 def test_automatic_mesh_refuses_what_fits_nowhere(on, capsys):
     on("h100:8")
-    with pytest.raises(InputError, match=r"fits nowhere on h100:8 with --zero 0 --train\.offload none"):
+    with pytest.raises(InputError, match=r"fits nowhere on h100:8 with --zero 0 --parallel\.offload none"):
         big = llama(zero=0, model=ModelConfig(preset="llama3-70b"))
-        chosen(big, capsys, given=["zero", "train.offload"])
+        chosen(big, capsys, given=["zero", "parallel.offload"])
 
 
 def test_a_resumed_run_keeps_its_layout_while_the_devices_are_as_many(on, tmp_path, capsys):
     on("h100:8")
     file = tmp_path / "config.yaml"
-    file.write_text("mesh: dp=2,tp=4\nzero: 3\ntrain: {accumulation: 2, remat: full, global_batch: 64}\n")
+    file.write_text("mesh: dp=2,tp=4\nzero: 3\ntrain: {global_batch: 64}\nparallel: {accumulation: 2, remat: full}\n")
     config, said = chosen(llama(output=str(tmp_path)), capsys, resume=True)
-    assert (config.mesh, config.zero, config.train.accumulation, config.train.remat) == ("dp=2,tp=4", 3, 2, "full")
+    assert (config.mesh, config.zero, config.parallel.accumulation, config.parallel.remat) == (
+        "dp=2,tp=4",
+        3,
+        2,
+        "full",
+    )
     assert "the run goes on with its layout, dp=2,tp=4, ZeRO-3" in said
     config, _ = chosen(llama(output=str(tmp_path), zero=1), capsys, resume=True)
     assert (config.mesh, config.zero) == ("dp=2,tp=4", 1)
@@ -117,7 +121,7 @@ def test_a_resumed_run_keeps_its_layout_while_the_devices_are_as_many(on, tmp_pa
 
 def test_the_forecast_warns(on):
     on("h100:8")
-    config = Config(mesh="dp=8", model=ModelConfig(preset="gpt2-124m"), train=TrainConfig(global_batch=8))
+    config = Config(model=ModelConfig(preset="gpt2-124m"), **grouped(mesh="dp=8", global_batch=8))
     program = build_program(replace(config, data=DataConfig(seq_len=1024)), jax.devices()[:8])
     fits = present.forecast(program)
     assert fits.line.startswith("predicted: ")
@@ -131,7 +135,7 @@ def test_the_forecast_warns(on):
 
 
 def test_the_forecast_warns_where_faked_devices_need_more_than_the_machine_has(monkeypatch):
-    program = build_program(Config(mesh="dp=4", train=TrainConfig(global_batch=4)), jax.devices()[:4], 257)
+    program = build_program(Config(**grouped(mesh="dp=4", global_batch=4)), jax.devices()[:4], 257)
     total = present.forecast(program).total
     monkeypatch.setattr(present, "machine_bytes", lambda: 4 * total)
     assert present.forecast(program).warning == ""
@@ -142,12 +146,12 @@ def test_the_forecast_warns_where_faked_devices_need_more_than_the_machine_has(m
 def test_a_step_far_beyond_the_machine_is_refused_with_what_should_fit(monkeypatch):
     def total(machine=2**60, seq_len=128, **train):
         monkeypatch.setattr(present, "machine_bytes", lambda: machine)
-        config = Config(mesh="dp=2", data=DataConfig(seq_len=seq_len), train=TrainConfig(**train))
+        config = Config(data=DataConfig(seq_len=seq_len), **grouped(mesh="dp=2", **train))
         return present.forecast(build_program(config, jax.devices()[:2], 257)).total
 
     said = "^the step cannot fit: .* predicted on each of 2 devices, and this machine has .* for all of them; "
     parts = total(global_batch=256, accumulation=8)
-    with pytest.raises(InputError, match=said + "--train.accumulation 8 takes the batch in parts that should fit$"):
+    with pytest.raises(InputError, match=said + "--parallel.accumulation 8 takes the batch in parts that should fit$"):
         total(2 * parts, global_batch=256)
     # The batch alone, 512 MiB, is too much: no parts of it help.
     with pytest.raises(InputError, match=said + r"--train.global_batch \d+ should fit$") as refused:

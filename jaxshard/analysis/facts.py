@@ -250,12 +250,12 @@ def facts_of(program: Program) -> Facts:
     """Reads a program's configuration, architecture and layout."""
     config, layout, arch = program.config, program.layout, program.model.arch
     shape, train = layout.shape, config.train
-    saved = parse_remat(train.remat, SAVED_NAMES)
+    saved = parse_remat(config.parallel.remat, SAVED_NAMES)
     if saved in ("dots", "offload"):
         saved = DOT_NAMES
     length, pipeline = config.data.seq_len, program.recipe.pipeline
     microbatches = pipeline.schedule.microbatches if pipeline else 1
-    chunk = min(train.loss_chunk, length)
+    chunk = min(config.parallel.loss_chunk, length)
     chunks = -(-length // chunk)
     size = lambda dtype: jnp.dtype(dtype).itemsize
     return Facts(
@@ -264,9 +264,9 @@ def facts_of(program: Program) -> Facts:
         family=arch.family,
         layers=arch.n_layers // shape.stage,
         width=arch.d_model,
-        batch=train.global_batch // (train.accumulation * shape.batch_ways * microbatches),
+        batch=train.global_batch // (config.parallel.accumulation * shape.batch_ways * microbatches),
         length=length,
-        accumulation=train.accumulation,
+        accumulation=config.parallel.accumulation,
         deferred=layout.deferred,
         sequence_parallel=layout.sequence_parallel and shape.model > 1,
         split_kv=program.recipe.context.split_kv,

@@ -129,7 +129,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     kept, to_host = saved_per_layer(config, arch, local)
     ring = (saved_slots + received) * local.stream * local.width
     groups = group_gradients(config, arch, shape)
-    several = config.train.accumulation * microbatches > 1
+    several = config.parallel.accumulation * microbatches > 1
     sums = sum(groups.values()) if several else 0
     head = local.vocab * arch.d_model
     head_gradient = head * local.wide_width
@@ -138,7 +138,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     producing = groups["blocks"] // chunks
     stacks = local.layers * kept + ring
     twice = platform == "gpu" and shape.stage == 2 and microbatches > 1 and chunks == 1
-    again = local.layers * kept + producing if twice and config.train.schedule != "gpipe" else 0
+    again = local.layers * kept + producing if twice and config.parallel.schedule != "gpipe" else 0
     logits = logits_bytes(config, local)
     weights, unreduced = block_buffers(config, arch, shape)
     batch = state.batch + state.counters
@@ -176,7 +176,7 @@ def sizes(
     """Sizes on one device under tensor, sequence, data and pipeline parallelism."""
     train, T, tp = config.train, config.data.seq_len, shape.model
     policy = POLICIES[train.precision]
-    b = train.global_batch / (shape.batch_ways * train.accumulation * microbatches)
+    b = train.global_batch / (shape.batch_ways * config.parallel.accumulation * microbatches)
     tokens = b * T
     heads = arch.n_heads // tp
     kv_heads = arch.n_kv_heads // tp if arch.n_kv_heads % tp == 0 else arch.n_kv_heads
@@ -184,7 +184,7 @@ def sizes(
     fused = platform == "gpu" and width == 2 and arch.attention != "xla"
     return Local(
         tokens=tokens,
-        stream=tokens * arch.d_model / (tp if train.sequence_parallel else 1),
+        stream=tokens * arch.d_model / (tp if config.parallel.sequence_parallel else 1),
         wide=tokens * arch.d_model,
         queries=tokens * heads * arch.head_dim,
         keys=tokens * kv_heads * arch.head_dim,
@@ -204,11 +204,11 @@ def pipeline_slots(config: Config, shape: MeshShape) -> tuple[int, int, int, int
     if shape.stage == 1:
         return 0, 0, 1, 1
     train = config.train
-    name = train.schedule or ("1f1b" if train.virtual_stages in (None, 1) else "interleaved")
-    chunks = train.virtual_stages or (2 if name == "interleaved" else 1)
-    sequences = train.global_batch // (shape.batch_ways * train.accumulation)
+    name = config.parallel.schedule or ("1f1b" if config.parallel.virtual_stages in (None, 1) else "interleaved")
+    chunks = config.parallel.virtual_stages or (2 if name == "interleaved" else 1)
+    sequences = train.global_batch // (shape.batch_ways * config.parallel.accumulation)
     fits = (n for n in range(2 * shape.stage, sequences) if sequences % n == 0)
-    count = train.microbatches or next(fits, sequences)
+    count = config.parallel.microbatches or next(fits, sequences)
     return (*_slots(name, shape.stage, count, chunks), chunks, count)
 
 
@@ -227,7 +227,7 @@ def saved_per_layer(config: Config, arch: Architecture, local: Local) -> tuple[f
     full keeps the block's input. dots and names:... add the named activations, as far as the backward pass reads
     them: the MLP's output it does not. none keeps what jax's partial evaluation of `Block` keeps: `_everything`.
     """
-    kind = parse_remat(config.train.remat, SAVED_NAMES)
+    kind = parse_remat(config.parallel.remat, SAVED_NAMES)
     stream = local.stream * local.width
     if kind == "full":
         return stream, 0.0
@@ -295,7 +295,7 @@ def working_set(arch: Architecture, local: Local, platform: Platform) -> float:
 
 def logits_bytes(config: Config, local: Local) -> float:
     """Bytes of one chunk's logits: in fp32, and their gradient in the compute type (training/loss.py)."""
-    chunk = min(config.train.loss_chunk, config.data.seq_len)
+    chunk = min(config.parallel.loss_chunk, config.data.seq_len)
     return local.tokens / config.data.seq_len * chunk * local.vocab * (local.wide_width + local.width)
 
 
@@ -319,7 +319,7 @@ def _relaid(config: Config, shape: MeshShape, groups: dict[str, int]) -> float:
 
 def _streamed(config: Config, arch: Architecture, shape: MeshShape, state: StateBytes, platform: Platform) -> float:
     """Bytes of offloaded masters and moments that are on the device at a time: two layers of them, or of a table."""
-    if not state.offloaded or config.train.offload_mode == "host":
+    if not state.offloaded or config.parallel.offload_mode == "host":
         return 0.0
     rows = table_of(arch, config.optim, config.train.precision).weights
     spread = zero_stage(config, shape) > 0

@@ -46,7 +46,7 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
     activation = facts.batch in dims and facts.length in dims
     more = f"more --train.{'microbatches' if facts.schedule else 'accumulation'}"
     if where.scope == "loss" and not weight and (facts.vocab in dims or activation):
-        return "logits of one chunk of positions", "--train.loss_chunk smaller, or tp higher"
+        return "logits of one chunk of positions", "--parallel.loss_chunk smaller, or tp higher"
     pairs = dims.count(facts.length) >= 2
     if activation and dims[:1] == (facts.layers,) and len(dims) > 3:
         what = "attention weights" if pairs else "activations"
@@ -65,11 +65,11 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
         return f"{short}, ready for use", advice
     if shard := facts.shard(dims):
         return f"{shard} or its gradient, this device's share", "dp or tp higher"
-    return _where(buffer), f"{more}, or --train.remat full"
+    return _where(buffer), f"{more}, or --parallel.remat full"
 
 
 def _activations(facts: Facts) -> str:
     if facts.saved == "full":
-        split = "" if facts.sequence_parallel or facts.mesh.model == 1 else "--train.sequence_parallel true, or "
-        return f"{split}more --train.accumulation"
-    return "--train.remat full" if facts.saved != "none" else "--train.remat dots or full"
+        split = "" if facts.sequence_parallel or facts.mesh.model == 1 else "--parallel.sequence_parallel true, or "
+        return f"{split}more --parallel.accumulation"
+    return "--parallel.remat full" if facts.saved != "none" else "--parallel.remat dots or full"

@@ -101,7 +101,7 @@ def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBy
         counts=sum(bytes_of(row) for row in table.moments if not any(row.axes)),
         counters=4 * (3 + 2 * policy.scaled),
         batch=BATCH_ARRAYS * 4 * train.global_batch // shape.batch_ways * config.data.seq_len,
-        offloaded=train.offload == "optimizer",
+        offloaded=config.parallel.offload == "optimizer",
     )
 
 
@@ -117,7 +117,7 @@ def group_gradients(config: Config, arch: Architecture, shape: MeshShape) -> dic
 
 def deferred(config: Config, shape: MeshShape) -> bool:
     """Whether data groups keep gradients of their own until the end of the step (`parallel.layout.Layout`)."""
-    several = config.train.accumulation > 1 or shape.stage > 1
+    several = config.parallel.accumulation > 1 or shape.stage > 1
     return zero_stage(config, shape) <= 1 and several and shape.batch_ways > 1
 
 

@@ -71,7 +71,7 @@ class Timeline:
     """The step, then its loops, as they stand in the program."""
     again: float = 0.0
     """Seconds of the step in which the device computes a second time what the compiler did not keep: near the edge of
-    the memory XLA rematerialises on its own, whatever --train.remat says."""
+    the memory XLA rematerialises on its own, whatever --parallel.remat says."""
 
     @property
     def seconds(self) -> float:

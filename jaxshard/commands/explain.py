@@ -159,7 +159,7 @@ def _fits(result: Compiled | DoesNotFit) -> Compiled:
         needs = f"{result.needs:,} bytes" if result.needs else "more memory than there is"
         raise InputError(
             f"target {result.target.name}: the program needs {needs} on a device, and {result.available:,} are "
-            "available; try --train.remat full, a higher --zero, more --train.accumulation, or the command plan"
+            "available; try --parallel.remat full, a higher --zero, more --parallel.accumulation, or the command plan"
         )
     return result
 

@@ -60,7 +60,7 @@ def schedule_of(config: Config, target: str = "local") -> Schedule:
         )
     arch = architecture(config.model, tokenizer_size(config), config.data.seq_len)
     check_fit(config, arch, shape)
-    plan = plan_pipeline(config.train, zero_stage(config, shape), arch, shape)
+    plan = plan_pipeline(config, zero_stage(config, shape), arch, shape)
     assert plan is not None, "stages make a pipeline"
     return plan.schedule
 

@@ -66,7 +66,7 @@ def run(
 
 def _for_generation(config: Config, given: Given, vocab_size: int, shape: MeshShape) -> Config:
     """The configuration without what only training needs, its batch and its schedule too."""
-    unused = {name: None for name in OPTIONS if f"train.{name}" not in given.options}
-    changes = dict(global_batch=shape.batch_ways, accumulation=1, sequence_parallel=False, **unused)
-    config = replace(config, train=replace(config.train, **changes))
+    unused = {name: None for name in OPTIONS if f"parallel.{name}" not in given.options}
+    parallel = replace(config.parallel, accumulation=1, sequence_parallel=False, **unused)
+    config = replace(config, train=replace(config.train, global_batch=shape.batch_ways), parallel=parallel)
     return for_forward(given, config, architecture(config.model, vocab_size, config.data.seq_len), shape)

@@ -128,7 +128,11 @@ def show(console: Console, config: Config, arch: Architecture, result: dict[str,
         ("vocabulary", f"{arch.vocab_size:,}{', embedding used as head too' * arch.tie_embeddings}"),
         ("data", f"{config.data.path} as {config.data.tokenizer}, sequences of {config.data.seq_len:,}"),
         ("optimizer", f"{config.optim.name}, peak learning rate {config.optim.lr:g}, {config.optim.schedule}"),
-        ("batch", f"{train.global_batch:,} sequences" + f" in {train.accumulation} parts" * (train.accumulation > 1)),
+        (
+            "batch",
+            f"{train.global_batch:,} sequences"
+            + f" in {config.parallel.accumulation} parts" * (config.parallel.accumulation > 1),
+        ),
         ("mesh", f"{config.mesh}, ZeRO-{config.zero}, {train.precision}"),
         *((name, str(value)) for name, value in meta.items() if name not in ("mesh", "zero", "precision", "model")),
         *((f"model.{name}", str(value)) for name, value in meta.get("model", {}).items()),

@@ -204,7 +204,7 @@ class Command:
 
 
 _DEVICES = ("mesh", "zero", "output", "devices", "fake_devices")
-_STEP = ("mesh", "zero", "model.", "data.", "optim.", "train.")
+_STEP = ("mesh", "zero", "parallel.", "model.", "data.", "optim.", "train.")
 
 COMMANDS = (
     Command(

@@ -1,6 +1,5 @@
 """Configurations as YAML: read with every name checked, written so that reading gives back the same. Free of jax."""
 
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,20 +37,23 @@ def defaults_of(names: Iterable[str]) -> dict[str, Any]:
 
 def config_to_yaml(config: Config, comments: bool = False) -> str:
     """Returns YAML from which `load_config` makes an equal configuration; `comments` adds each field's help."""
-    text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(_nested(config), sort_keys=False, allow_unicode=True)
     return _commented(text, config) if comments else text
 
 
-def _plain(value: Any) -> Any:
-    """Tuples become lists: YAML knows no tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
+def _nested(config: Config) -> dict[str, Any]:
+    """The options of a configuration as files hold them: those on top first, then the groups; tuples as lists."""
+    found: dict[str, Any] = {}
+    for option in sorted(options_of(config), key=lambda option: "." in option.name):
+        group, _, name = option.name.rpartition(".")
+        value = option.default
+        (found.setdefault(group, {}) if group else found)[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _commented(text: str, config: Config) -> str:
     docs = {option.name: option.doc for option in options_of(config)}
-    groups = {field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(field.type)}
+    groups = {option.name.partition(".")[0] for option in options_of(config) if "." in option.name}
     lines, group = [], ""
     for line in text.splitlines():
         key = line.partition(":")[0]

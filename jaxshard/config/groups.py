@@ -6,7 +6,7 @@ The doc string under a field is its help text on the command line. Every field i
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from jaxshard.errors import InputError
@@ -29,7 +29,8 @@ def _not_negative(value: float | None) -> bool:
 def _within_bounds(path: str, values: Any) -> None:
     """Refuses numbers that arrays on devices cannot hold: whole numbers have 32 bits there, and so have fractions."""
     for each in fields(values):
-        name, value = f"{path}{each.name}", getattr(values, each.name)
+        name = each.name if each.metadata.get("top") else f"{path}{each.name}"
+        value = getattr(values, each.name)
         if is_dataclass(value):
             _within_bounds(f"{name}.", value)
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -133,7 +134,7 @@ def unread(values: Mapping[str, Any]) -> list[str]:
     """
     names = [f"optim.{name}" for name in _NOT_IN_OPTIMIZER.get(values["optim.name"], ())]
     names += [f"train.{name}" for name in _OF_LOSS_SCALE if values["train.precision"] != "fp16"]
-    return names + ["train.offload_mode"] * (values["train.offload"] == "none")
+    return names + ["parallel.offload_mode"] * (values["parallel.offload"] == "none")
 
 
 @dataclass(frozen=True)
@@ -189,23 +190,54 @@ class TrainConfig:
     """End this run after so many updates in all; schedules are still laid out for `steps`."""
     global_batch: int = 32
     """Sequences per update, over all devices and accumulation steps."""
-    accumulation: int = 1
-    """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
-    microbatches: int | None = None
-    """Pipeline: parts that travel through the stages, of each accumulation part; by default the smallest number that
-    divides its sequences and is at least twice the stages."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
-    """Pipeline: order of forwards and backwards; by default 1f1b, or interleaved with virtual_stages above 1."""
-    virtual_stages: int | None = None
-    """Pipeline, interleaved: chunks of layers that each stage holds; by default 2."""
-    pipeline_gather: Literal["tick", "step"] | None = None
-    """Pipeline with --zero 3: gather parameters in every tick, a layer at a time (default), or once a step, which
-    holds the parameters of a whole stage."""
     seed: int = 0
     """Seed of parameters, dropout and data order."""
     precision: Literal["fp32", "bf16", "fp16", "pure-bf16", "fp64"] = "fp32"
     """Type of parameters and arithmetic. bf16 and fp16 keep fp32 masters and moments; pure-bf16 keeps
     neither. fp64 is for comparisons."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser, which keeps logits from drifting."""
+    loss_scale: float = 65536.0
+    """fp16: first loss scale; halved when gradients overflow, doubled after loss_scale_interval good updates."""
+    loss_scale_interval: int = 1000
+    """fp16: good updates in a row before the loss scale doubles."""
+    max_skips: int = 20
+    """Skipped updates in a row (overflow, NaN) after which the run stops."""
+
+    def __post_init__(self):
+        _require(_not_negative(self.steps), "train.steps", self.steps, "0 or more")
+        _require(_not_negative(self.stop_after), "train.stop_after", self.stop_after, "0 or more")
+        _require(_positive(self.global_batch), "train.global_batch", self.global_batch, "a positive whole number")
+        _require(_not_negative(self.z_loss), "train.z_loss", self.z_loss, "0 or more")
+        _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")
+        _require(_positive(self.loss_scale_interval), "train.loss_scale_interval", self.loss_scale_interval, "positive")
+        for name in _OF_LOSS_SCALE if self.precision != "fp16" else ():
+            value = getattr(self, name)
+            if value != getattr(TrainConfig, name):
+                raise InputError(
+                    f"train.{name} = {value:g} changes nothing: only fp16 scales the loss, and train.precision is "
+                    f"{self.precision}; leave it out"
+                )
+        _require(_positive(self.max_skips), "train.max_skips", self.max_skips, "positive")
+
+
+TOP = {"top": True}
+"""Of a field that is named without its group, on the command line and in files: --mesh, not --parallel.mesh."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the step is computed: devices, parts, what is recomputed or moved. No number depends on it"""
+
+    mesh: str | None = field(default=None, metadata=TOP)
+    """Devices per axis, such as dp=4,tp=2 (axes: replica, pp or stage, dp or data, tp or model); one may be -1.
+    By default all devices are on dp. auto, for train: the best plan for the devices that are present, where also what
+    is left at its default of ZeRO, recomputation, accumulation, pipeline and offload is chosen."""
+    zero: Literal[0, 1, 2, 3] | None = field(default=None, metadata=TOP)
+    """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. By default 1
+    where layers are split into a pipeline over several data groups, else 0."""
+    accumulation: int = 1
+    """Parts that the global batch is cut into; gradients are summed over them in fp32 before the update."""
     remat: str = "none"
     """What the backward pass recomputes: none, dots (keep matmul outputs), full, offload (keep them in host memory),
     or names:a,b,... (keep these named activations)."""
@@ -218,41 +250,31 @@ class TrainConfig:
     """Split norms and the residual stream over the model axis along the sequence."""
     loss_chunk: int = 512
     """Positions of a sequence whose logits exist at the same time."""
-    z_loss: float = 0.0
-    """Weight of the squared log-normaliser, which keeps logits from drifting."""
-    loss_scale: float = 65536.0
-    """fp16: first loss scale; halved when gradients overflow, doubled after loss_scale_interval good updates."""
-    loss_scale_interval: int = 1000
-    """fp16: good updates in a row before the loss scale doubles."""
-    max_skips: int = 20
-    """Skipped updates in a row (overflow, NaN) after which the run stops."""
+    microbatches: int | None = None
+    """Pipeline: parts that travel through the stages, of each accumulation part; by default the smallest number that
+    divides its sequences and is at least twice the stages."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
+    """Pipeline: order of forwards and backwards; by default 1f1b, or interleaved with virtual_stages above 1."""
+    virtual_stages: int | None = None
+    """Pipeline, interleaved: chunks of layers that each stage holds; by default 2."""
+    pipeline_gather: Literal["tick", "step"] | None = None
+    """Pipeline with --zero 3: gather parameters in every tick, a layer at a time (default), or once a step, which
+    holds the parameters of a whole stage."""
     allow_replicated: tuple[str, ...] = ()
     """Parameter paths that may stay replicated although --zero asks to shard them."""
 
     def __post_init__(self):
-        _require(_not_negative(self.steps), "train.steps", self.steps, "0 or more")
-        _require(_not_negative(self.stop_after), "train.stop_after", self.stop_after, "0 or more")
-        _require(_positive(self.global_batch), "train.global_batch", self.global_batch, "a positive whole number")
-        _require(_positive(self.accumulation), "train.accumulation", self.accumulation, "a positive whole number")
+        _require(self.mesh is None or self.mesh.strip() != "", "mesh", self.mesh, "left out, or not empty")
+        _require(self.zero in (None, 0, 1, 2, 3) and not isinstance(self.zero, bool), "zero", self.zero, "0, 1, 2 or 3")
+        _require(_positive(self.accumulation), "parallel.accumulation", self.accumulation, "a positive whole number")
         for name in ("microbatches", "virtual_stages"):
             value = getattr(self, name)
-            _require(_positive(value), f"train.{name}", value, "a positive whole number")
-        _require(_positive(self.loss_chunk), "train.loss_chunk", self.loss_chunk, "a positive whole number")
-        _require(_not_negative(self.z_loss), "train.z_loss", self.z_loss, "0 or more")
-        _require(self.offload in ("none", "optimizer"), "train.offload", self.offload, "none or optimizer")
+            _require(_positive(value), f"parallel.{name}", value, "a positive whole number")
+        _require(_positive(self.loss_chunk), "parallel.loss_chunk", self.loss_chunk, "a positive whole number")
+        _require(self.offload in ("none", "optimizer"), "parallel.offload", self.offload, "none or optimizer")
         modes = (None, "stream", "host") if self.offload != "none" else (None,)
-        must = "stream or host" if self.offload != "none" else "left out, or given with --train.offload optimizer"
-        _require(self.offload_mode in modes, "train.offload_mode", self.offload_mode, must)
-        _require(1 <= self.loss_scale < math.inf, "train.loss_scale", self.loss_scale, "1 or more")
-        _require(_positive(self.loss_scale_interval), "train.loss_scale_interval", self.loss_scale_interval, "positive")
-        for name in _OF_LOSS_SCALE if self.precision != "fp16" else ():
-            value = getattr(self, name)
-            if value != getattr(TrainConfig, name):
-                raise InputError(
-                    f"train.{name} = {value:g} changes nothing: only fp16 scales the loss, and train.precision is "
-                    f"{self.precision}; leave it out"
-                )
-        _require(_positive(self.max_skips), "train.max_skips", self.max_skips, "positive")
+        must = "stream or host" if self.offload != "none" else "left out, or given with --parallel.offload optimizer"
+        _require(self.offload_mode in modes, "parallel.offload_mode", self.offload_mode, must)
 
 
 @dataclass(frozen=True)
@@ -312,13 +334,7 @@ class EvalConfig:
 class Config:
     """Everything a run depends on."""
 
-    mesh: str | None = None
-    """Devices per axis, such as dp=4,tp=2 (axes: replica, pp or stage, dp or data, tp or model); one may be -1.
-    By default all devices are on dp. auto, for train: the best plan for the devices that are present, where also what
-    is left at its default of ZeRO, recomputation, accumulation, pipeline and offload is chosen."""
-    zero: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage over the data axis: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. By default 1
-    where layers are split into a pipeline over several data groups, else 0."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     output: str | None = None
     """Folder of the run; by default runs/<config name>."""
     devices: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -335,12 +351,34 @@ class Config:
 
     def __post_init__(self):
         _within_bounds("", self)
-        for name in ("mesh", "output"):
-            value = getattr(self, name)
-            _require(value is None or value.strip() != "", name, value, "left out, or not empty")
-        _require(self.zero in (None, 0, 1, 2, 3) and not isinstance(self.zero, bool), "zero", self.zero, "0, 1, 2 or 3")
+        _require(self.output is None or self.output.strip() != "", "output", self.output, "left out, or not empty")
         _require(self.train.seed >= 0, "train.seed", self.train.seed, "0 or more")
         profiled = self.log.profile_steps
         last = profiled is None or profiled[1] <= self.train.steps
         _require(last, "log.profile_steps", profiled, f"within train.steps = {self.train.steps}")
         _require(_positive(self.fake_devices), "fake_devices", self.fake_devices, "positive")
+
+    def with_parallel(self, **changes: Any) -> "Config":
+        """The same computation, laid out in another way: with these fields of `parallel`."""
+        return replace(self, parallel=replace(self.parallel, **changes))
+
+    @property
+    def mesh(self) -> str | None:
+        """Of `parallel`."""
+        return self.parallel.mesh
+
+    @property
+    def zero(self) -> Literal[0, 1, 2, 3] | None:
+        """Of `parallel`."""
+        return self.parallel.zero
+
+
+def grouped(**values: Any) -> dict[str, Any]:
+    """The groups `train` and `parallel` from the names of their fields alone.
+
+    `Config(**grouped(mesh="dp=4", zero=3, global_batch=8))` is short for a `ParallelConfig` and a `TrainConfig`.
+    """
+    where = {each.name for each in fields(ParallelConfig)}
+    parallel = {name: value for name, value in values.items() if name in where}
+    train = {name: value for name, value in values.items() if name not in where}
+    return {"train": TrainConfig(**train), "parallel": ParallelConfig(**parallel)}

@@ -63,7 +63,7 @@ def options_of(instance: Any, prefix: str = "") -> list[Option]:
     title, docs = _doc_strings(type(instance))
     rows = []
     for field in dataclasses.fields(instance):
-        name, value = prefix + field.name, getattr(instance, field.name)
+        name, value = _name(field, prefix), getattr(instance, field.name)
         if dataclasses.is_dataclass(value):
             rows += options_of(value, f"{name}.")
         else:
@@ -71,6 +71,11 @@ def options_of(instance: Any, prefix: str = "") -> list[Option]:
             bare = True if hint in (bool, bool | None) else field.metadata.get("bare")
             rows.append(Option(name, hint, value, docs[field.name], title, bare))
     return rows
+
+
+def _name(field: dataclasses.Field, prefix: str) -> str:
+    """Dotted name of a field: with its group, unless its metadata say that it stands on top."""
+    return field.name if field.metadata.get("top") else prefix + field.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +223,7 @@ def instantiate(instance: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """Returns a dataclass like `instance` with the values of dotted names, nested groups included; others stay."""
     changes = {}
     for field in dataclasses.fields(instance):
-        name, old = prefix + field.name, getattr(instance, field.name)
+        name, old = _name(field, prefix), getattr(instance, field.name)
         inner = dataclasses.is_dataclass(old)
         changes[field.name] = instantiate(old, values, f"{name}.") if inner else values.get(name, old)
     return dataclasses.replace(instance, **changes)

@@ -23,9 +23,9 @@ from jaxshard.models.presets import Architecture
 from jaxshard.models.products import add_bias, einsum, repeat_heads, whole_gradient
 
 DOT_NAMES = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
-"""Names of the activations that come out of a matmul; `--train.remat dots` keeps these."""
+"""Names of the activations that come out of a matmul; `--parallel.remat dots` keeps these."""
 SAVED_NAMES = ("residual", "norm", *DOT_NAMES, "mlp_hidden")
-"""Every named activation of a block, for `--train.remat names:...`."""
+"""Every named activation of a block, for `--parallel.remat names:...`."""
 
 
 class TokenInfo(NamedTuple):

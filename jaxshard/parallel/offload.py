@@ -66,7 +66,7 @@ def check_host_memory(option: str, devices: Sequence[Any]) -> None:
     """Refuses devices without page-locked host memory; devices that are absent are taken at their compiler's word.
 
     Args:
-        option: what needs it, such as "train.offload optimizer".
+        option: what needs it, such as "parallel.offload optimizer".
         devices: of the mesh.
 
     Raises:
@@ -80,7 +80,7 @@ def check_host_memory(option: str, devices: Sequence[Any]) -> None:
         # their compiler refuses what it cannot place.
         return
     if kinds and HOST_KIND not in kinds:
-        instead = "--train.remat full" if "remat" in option else "--zero 1 to 3 to split the state over more devices"
+        instead = "--parallel.remat full" if "remat" in option else "--zero 1 to 3 to split the state over more devices"
         raise InputError(
             f"{option} needs {HOST_KIND} memory, and backend {device.platform} has only {', '.join(kinds)}: leave it "
             f"out, or use {instead}"

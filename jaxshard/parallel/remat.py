@@ -1,6 +1,6 @@
 """Rematerialisation: which activations of a block are kept for the backward pass, and where.
 
-| --train.remat | kept                                                           | recomputed      |
+| --parallel.remat | kept                                                           | recomputed      |
 |---------------|----------------------------------------------------------------|-----------------|
 | none          | everything that the backward pass reads                        | weights' gather |
 | dots          | the input of each block and the outputs of its matmuls         | the rest        |
@@ -36,7 +36,7 @@ def parse_remat(text: str, names: tuple[str, ...]) -> tuple[str, ...] | str:
     """Returns a policy's name, or the tuple of names to keep.
 
     Args:
-        text: as given to --train.remat.
+        text: as given to --parallel.remat.
         names: activations that the model names.
 
     Raises:
@@ -46,13 +46,13 @@ def parse_remat(text: str, names: tuple[str, ...]) -> tuple[str, ...] | str:
         return text
     if not text.startswith("names:"):
         raise InputError(
-            f"train.remat {text!r} is not known{nearest(text, POLICIES)}: {', '.join(POLICIES)} or names:a,b"
+            f"parallel.remat {text!r} is not known{nearest(text, POLICIES)}: {', '.join(POLICIES)} or names:a,b"
         )
     kept = tuple(name.strip() for name in text.removeprefix("names:").split(","))
     for name in kept:
         if name not in names:
             raise InputError(
-                f"train.remat: no activation is named {name!r}{nearest(name, names)}; there are {', '.join(names)}"
+                f"parallel.remat: no activation is named {name!r}{nearest(name, names)}; there are {', '.join(names)}"
             )
     return kept
 

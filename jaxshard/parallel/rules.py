@@ -186,7 +186,7 @@ def check_replicated(found: Sequence[Replicated], state_bytes: int, allowed: Seq
         share = f"{100 * total / state_bytes:.1f} %"
         raise InputError(
             f"{total:,} of {state_bytes:,} bytes of parameters, masters and moments ({share}) "
-            f"cannot be sharded as --zero asks: {names}. Change dp, or allow them: --train.allow_replicated "
+            f"cannot be sharded as --zero asks: {names}. Change dp, or allow them: --parallel.allow_replicated "
             f"'[{', '.join(paths)}]'"
         )
 

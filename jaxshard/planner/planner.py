@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxshard.analysis.timeline import Timeline
 from jaxshard.config import Config
-from jaxshard.config.options import Given
+from jaxshard.config.options import Given, options_of
 from jaxshard.models.presets import Architecture
 from jaxshard.planner.advice import reasons
 from jaxshard.planner.confirm import Answers, compiler_missing, confirmed
@@ -147,7 +147,7 @@ def command_line(config: Config, candidate: Candidate, given: Given, platform: s
     """
     chosen: dict[str, str | None] = {"mesh": str(candidate.shape)}
     final, values, defaults = (
-        {"zero": each.zero} | {f"train.{k}": v for k, v in vars(each.train).items()}
+        {option.name: option.default for option in options_of(each)}
         for each in (apply(config, candidate), config, Config())
     )
     for option in (*SEARCHED, *DEPENDENT):

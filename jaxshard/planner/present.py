@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from jaxshard.analysis.memory import Memory, estimate
-from jaxshard.config import Config
+from jaxshard.config import Config, ParallelConfig
 from jaxshard.config.file import load_config
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
-from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.axes import AXES, MeshShape
 from jaxshard.parallel.mesh import Device, divisors, parse_mesh
 from jaxshard.parallel.offload import machine_bytes
 from jaxshard.planner.planner import command_line
@@ -72,13 +72,14 @@ def layout(
     Raises:
         InputError: nothing is legal or nothing fits.
     """
-    pins = {field: _value(config, option) for option, field in SEARCHED.items() if _pinned(config, option, given)}
-    dependent = {field: _value(config, option) for option, field in DEPENDENT.items()}
+    values = vars(config.parallel)
+    pins = {field: values[field] for option, field in SEARCHED.items() if _pinned(config, option, field, given)}
+    dependent = {field: values[field] for field in DEPENDENT.values()}
     saved = _saved(config, len(devices)) if resume else None
     if saved is not None:
-        kept = {option: _value(saved, option) for option, field in SEARCHED.items() if field not in pins}
+        kept = {field: getattr(saved.parallel, field) for field in SEARCHED.values() if field not in pins}
         console.line(f"mesh auto: the run goes on with its layout, {saved.mesh}, ZeRO-{kept.get('zero', config.zero)}")
-        return replace(_with(config, kept), mesh=saved.mesh)
+        return config.with_parallel(mesh=saved.mesh, **kept)
     target = present_target(devices)
     limit = (device_limit(devices, target) or math.inf) * (1 - MARGIN)
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
@@ -100,22 +101,10 @@ def _why(found: Search, plan: Scored, pins: dict[str, Any]) -> str:
     return f"{order} of {len(found.order):,} layouts that this model allows, {size} on a device{more}"
 
 
-def _pinned(config: Config, option: str, given: Given) -> bool:
+def _pinned(config: Config, option: str, field: str, given: Given) -> bool:
     if option == "zero" and config.zero is None:
         return False  # --zero null leaves it to the mesh
-    return option in given.options or _value(config, option) != _value(Config(), option)
-
-
-def _value(config: Config, option: str) -> Any:
-    value: Any = config
-    for name in option.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _with(config: Config, values: dict[str, Any]) -> Config:
-    train = {option.removeprefix("train."): value for option, value in values.items() if option.startswith("train.")}
-    return replace(config, zero=values.get("zero", config.zero), train=replace(config.train, **train))
+    return option in given.options or getattr(config.parallel, field) != getattr(ParallelConfig(), field)
 
 
 def _saved(config: Config, count: int) -> Config | None:
@@ -160,17 +149,20 @@ def forecast(program: Program) -> Forecast:
 
 def _smaller_step(program: Program, limit: float) -> str:
     """The same batch in more parts, or else the largest of a row of smaller ones, that should fit in `limit` bytes."""
-    train, ways = program.config.train, program.layout.shape.batch_ways
-    microbatches = train.microbatches or 1
-    fits = lambda **changes: _estimate(program, **changes).total <= limit
+    config, ways = program.config, program.layout.shape.batch_ways
+    train = config.train
+    microbatches = config.parallel.microbatches or 1
+    fits = lambda config: _estimate(program, config).total <= limit
+    in_parts = lambda n: config.with_parallel(accumulation=n)
+    of_size = lambda n: replace(config, train=replace(train, global_batch=n))
     own = train.global_batch // ways
-    parts = (n for n in divisors(own) if n > train.accumulation and own // n % microbatches == 0)
-    more = next((n for n in parts if fits(accumulation=n)), None)
+    parts = (n for n in divisors(own) if n > config.parallel.accumulation and own // n % microbatches == 0)
+    more = next((n for n in parts if fits(in_parts(n))), None)
     if more is not None:
-        return f"--train.accumulation {more} takes the batch in parts that should fit"
-    least = ways * train.accumulation * microbatches
+        return f"--parallel.accumulation {more} takes the batch in parts that should fit"
+    least = ways * config.parallel.accumulation * microbatches
     smaller = [least << n for n in range((train.global_batch // least).bit_length())]
-    batch = max((n for n in smaller if fits(global_batch=n)), default=None)
+    batch = max((n for n in smaller if fits(of_size(n))), default=None)
     return "choose a smaller model" if batch is None else f"--train.global_batch {batch} should fit"
 
 
@@ -199,24 +191,23 @@ def remedy(program: Program, *, given: Given) -> str:
 def nearest_plan(plans: Sequence[Scored], own: Candidate) -> Scored:
     """The plan that changes the fewest choices of a layout, the first of those."""
     changed = lambda plan: (
-        sum(getattr(plan.candidate.shape, axis) != getattr(own.shape, axis) for axis in vars(own.shape))
+        sum(plan.candidate.shape[axis] != own.shape[axis] for axis in AXES)
         + sum(getattr(plan.candidate, field) != getattr(own, field) for field in SEARCHED.values())
     )
     return min(plans, key=changed)
 
 
 def _candidate(config: Config, shape: MeshShape) -> Candidate:
-    fields = {field: _value(config, option) for option, field in SEARCHED.items()}
+    fields = {field: getattr(config.parallel, field) for field in SEARCHED.values()}
     fields["zero"] = config.zero or 0
     return Candidate(shape, **fields)
 
 
-def _estimate(program: Program, **changes: int) -> Memory:
-    """In closed form, with changes of `TrainConfig`."""
-    layout, config = program.layout, program.config
+def _estimate(program: Program, config: Config | None = None) -> Memory:
+    """In closed form, of the program or of its model under another configuration."""
+    layout = program.layout
     platform = present_target(list(layout.mesh.devices.flat)).chip.platform
-    config = replace(config, train=replace(config.train, **changes))
-    return estimate(config, program.model.arch, layout.shape, platform)
+    return estimate(config or program.config, program.model.arch, layout.shape, platform)
 
 
 def _largest(memory: Memory) -> str:

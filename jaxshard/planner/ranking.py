@@ -143,7 +143,7 @@ class Search:
     @cached_property
     def whole_state(self) -> int:
         """Bytes of parameters, masters, moments and one set of gradients, unsplit."""
-        plain = replace(self.config, zero=0, train=replace(self.config.train, offload="none", offload_mode=None))
+        plain = self.config.with_parallel(zero=0, offload="none", offload_mode=None)
         state = state_bytes(plain, self.arch, MeshShape())
         return state.parameters + state.gradients + state.master + state.optimizer
 
@@ -244,5 +244,5 @@ def larger_targets(target: Target, most: int | None = None) -> Iterator[Target]:
 def state_alone(config: Config, arch: Architecture, target: Target, pins: Pins) -> float:
     """Bytes on a device that no layout goes below: state and batch in as many parts as there are devices."""
     place = pins.fields.get("offload", "optimizer")
-    most = replace(config, zero=0, train=replace(config.train, offload=place, offload_mode=None))
+    most = config.with_parallel(zero=0, offload=place, offload_mode=None)
     return state_bytes(most, arch, MeshShape()).arguments / target.count

@@ -22,18 +22,18 @@ MOST_SEQUENCES = 64
 """Sequences of one microbatch on one device that are tried at most, where a larger one is not the whole batch."""
 SEARCHED = {
     "zero": "zero",
-    "train.remat": "remat",
-    "train.accumulation": "accumulation",
-    "train.microbatches": "microbatches",
-    "train.schedule": "schedule",
-    "train.virtual_stages": "virtual_stages",
-    "train.offload": "offload",
-    "train.sequence_parallel": "sequence_parallel",
+    "parallel.remat": "remat",
+    "parallel.accumulation": "accumulation",
+    "parallel.microbatches": "microbatches",
+    "parallel.schedule": "schedule",
+    "parallel.virtual_stages": "virtual_stages",
+    "parallel.offload": "offload",
+    "parallel.sequence_parallel": "sequence_parallel",
 }
-"""Option -> field of `Candidate`; the mesh beside them is searched axis by axis."""
-DEPENDENT = {"train.pipeline_gather": "pipeline_gather", "train.offload_mode": "offload_mode"}
-"""Option -> field of `TrainConfig` that only some layouts have (`Candidate.has`). It is not searched; pinned it leaves
-the layouts that have it."""
+"""Option -> field of `ParallelConfig` and of `Candidate`; the mesh beside them is searched axis by axis."""
+DEPENDENT = {"parallel.pipeline_gather": "pipeline_gather", "parallel.offload_mode": "offload_mode"}
+"""Option -> field of `ParallelConfig` that only some layouts have (`Candidate.has`). It is not searched; pinned it
+leaves the layouts that have it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -116,17 +116,19 @@ def pins_of(config: Config, given: Mapping[str, Any]) -> Pins:
         config: as configured.
         given: names of the options on the command line.
     """
-    values = {"zero": config.zero} | {f"train.{k}": v for k, v in vars(config.train).items()}
+    values = vars(config.parallel)
     options = (SEARCHED | DEPENDENT).items()
-    fields = {field: values[option] for option, field in options if option in given and values[option] is not None}
+    fields = {field: values[field] for option, field in options if option in given and values[field] is not None}
     return Pins(parse_mesh(config.mesh) if "mesh" in given and config.mesh != "auto" else {}, fields)
 
 
 def apply(config: Config, candidate: Candidate) -> Config:
     """The configuration with a candidate's choices in it."""
     c = candidate
-    train = replace(
-        config.train,
+    parallel = replace(
+        config.parallel,
+        mesh=str(c.shape),
+        zero=c.zero,
         remat=c.remat,
         accumulation=c.accumulation,
         microbatches=c.microbatches,
@@ -134,9 +136,9 @@ def apply(config: Config, candidate: Candidate) -> Config:
         virtual_stages=c.virtual_stages,
         sequence_parallel=c.sequence_parallel,
         offload=c.offload,
-        **{name: getattr(config.train, name) if c.has(name) else None for name in DEPENDENT.values()},
+        **{name: getattr(config.parallel, name) if c.has(name) else None for name in DEPENDENT.values()},
     )
-    return replace(config, mesh=str(c.shape), zero=c.zero, train=train)
+    return replace(config, parallel=parallel)
 
 
 def candidates(config: Config, arch: Architecture, target: Target, pins: Pins, offload: bool) -> list[Candidate]:
@@ -209,7 +211,7 @@ def _factorizations(count: int, pinned: Mapping[str, int]) -> Iterator[MeshShape
         for data in divisors(count // model):
             for stage in divisors(count // model // data):
                 shape = MeshShape(replica=count // model // data // stage, stage=stage, data=data, model=model)
-                sizes = dict(vars(shape))
+                sizes = shape.by_axis
                 if any(sizes[axis] != size for axis, size in fixed.items()):
                     continue
                 if closed and any(size > 1 for axis, size in sizes.items() if axis not in pinned):
@@ -276,7 +278,7 @@ def _shards(arch: Architecture, config: Config, shape: MeshShape, zero: int) -> 
     """Whether the state can be split over the data axis as the stage asks (`rules.check_replicated`)."""
     if zero == 0 or shape.data == 1:
         return True
-    return unsharded(arch, config.optim, config.train.precision, shape, zero, config.train.allow_replicated) is None
+    return unsharded(arch, config.optim, config.train.precision, shape, zero, config.parallel.allow_replicated) is None
 
 
 def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> str | None:
@@ -296,12 +298,12 @@ def obstacle(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
         candidate = Candidate(shape, **free | fixed)
         try:
             tried = apply(config, candidate)
-            tried = replace(tried, train=replace(tried.train, **dependent))
+            tried = tried.with_parallel(**dependent)
             check_fit(tried, arch, shape)
-            plan_pipeline(tried.train, candidate.zero, arch, shape)
+            plan_pipeline(tried, candidate.zero, arch, shape)
         except InputError as error:
             return str(error)
         if not _shards(arch, config, shape, candidate.zero):
-            allowed = config.train.allow_replicated
+            allowed = config.parallel.allow_replicated
             return unsharded(arch, config.optim, config.train.precision, shape, candidate.zero, allowed)
     return None

@@ -35,7 +35,7 @@ def show_program(program: Program, console: Console) -> None:
     console.table(title, *_weights(program, console))
     sizes = class_bytes(program)
     console.line(f"Types: {layout.policy.describe()}")
-    low = {"moments", "masters"} if program.config.train.offload == "optimizer" else set()
+    low = {"moments", "masters"} if program.config.parallel.offload == "optimizer" else set()
     held = lambda names: ", ".join(f"{n} {size_text(size)}" for n, size in sizes.items() if n in names and size)
     console.line(f"On one device: {held(sizes.keys() - low)}")
     if low:
@@ -82,7 +82,7 @@ def zero_notes(program: Program) -> list[str]:
     values = sum(jax.tree.leaves(jax.tree.map(local, program.abstract.params["blocks"], layout.specs["blocks"])))
     gradients = values * jnp.dtype(layout.policy.gradients).itemsize
     parameters = values * jnp.dtype(layout.policy.compute).itemsize
-    table, parts = plan.schedule, program.config.train.accumulation
+    table, parts = plan.schedule, program.config.parallel.accumulation
     backward = parts * table.backward_halves
     reduced = size_text(backward * gradients // table.chunks)
     lines = [
@@ -95,13 +95,13 @@ def zero_notes(program: Program) -> list[str]:
         once = f"once a step: {size_text(parameters)}, held whole"
         now, other = (tick, once) if plan.gather == "tick" else (once, tick)
         name = "step" if plan.gather == "tick" else "tick"
-        lines.append(f"Parameters are gathered {now}; --train.pipeline_gather {name} gathers them {other}")
+        lines.append(f"Parameters are gathered {now}; --parallel.pipeline_gather {name} gathers them {other}")
     return lines
 
 
 def offload_text(program: Program) -> str:
     """How the update reaches state in host memory."""
-    computed = program.config.train.offload_mode == "host"
+    computed = program.config.parallel.offload_mode == "host"
     return "update computed on the host" if computed else "update streamed through the device, layer by layer"
 
 

@@ -201,7 +201,7 @@ def one_step(program: Program, batch: Arrays, update: bool = True) -> Outcome:
     with wide_types():
         state = compile_quickly(program.init.lower(), program)()
         run = jax.jit(lambda params, batch, step: gradients(program.recipe, params, batch, step, jnp.ones(())))
-        placed = program.place(batch, program.config.train.accumulation)
+        placed = program.place(batch, program.config.parallel.accumulation)
         found, loss, targets = compile_quickly(run.lower(state.params, placed, state.step), program)(
             state.params, placed, state.step
         )

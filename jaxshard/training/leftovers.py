@@ -11,7 +11,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from jaxshard.config import Config, TrainConfig
+from jaxshard.config import Config, ParallelConfig
 from jaxshard.config.options import Given, options_of
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
@@ -47,28 +47,28 @@ def without_leftovers(given: Given, before: str | None, config: Config, arch: Ar
             its place unasked, since memory depends on it.
     """
     if "zero" not in given.options and shape.stage == 1 and config.zero == 1 and _is_default_zero(before):
-        config = replace(config, zero=None)
-    _check_accumulation(config.train, given, shape.batch_ways)
-    train, zero = config.train, zero_stage(config, shape)
+        config = config.with_parallel(zero=None)
+    _check_accumulation(config, given, shape.batch_ways)
+    zero = zero_stage(config, shape)
     names: list[str] = [] if zero else ["allow_replicated"]
     if shape.stage == 1:
         names += OPTIONS
     else:
-        names += _misfits(train, zero, arch.n_layers, shape)
+        names += _misfits(config, zero, arch.n_layers, shape)
     if shape.model == 1 or config.data.seq_len % shape.model:
         names.append("sequence_parallel")
-    return replace(config, train=replace(train, **_defaults(given, names)))
+    return config.with_parallel(**_defaults(given, names))
 
 
-def _check_accumulation(train: TrainConfig, given: Given, ways: int) -> None:
-    if "train.accumulation" in given.options or train.global_batch % ways or train.global_batch // ways == 0:
+def _check_accumulation(config: Config, given: Given, ways: int) -> None:
+    batch, parts = config.train.global_batch, config.parallel.accumulation
+    if "parallel.accumulation" in given.options or batch % ways or batch // ways == 0:
         return
-    own = train.global_batch // ways
-    if own % train.accumulation:
+    own = batch // ways
+    if own % parts:
         raise InputError(
-            f"train.accumulation = {train.accumulation} does not divide the {own} sequence{'s' * (own > 1)} that each "
-            f"of {ways} data groups has of train.global_batch = {train.global_batch}; give --train.accumulation "
-            f"{gcd(own, train.accumulation)}"
+            f"parallel.accumulation = {parts} does not divide the {own} sequence{'s' * (own > 1)} that each "
+            f"of {ways} data groups has of train.global_batch = {batch}; give --parallel.accumulation {gcd(own, parts)}"
         )
 
 
@@ -78,24 +78,24 @@ def _is_default_zero(mesh: str | None) -> bool:
     return sizes.get(STAGE, 1) != 1 and sizes.get(ZERO_AXIS, 1) != 1
 
 
-def _misfits(train: TrainConfig, zero: int, layers: int, shape: MeshShape) -> list[str]:
+def _misfits(config: Config, zero: int, layers: int, shape: MeshShape) -> list[str]:
     """Fields that a pipeline reads, and that do not fit this one."""
-    names = []
-    chunks = train.virtual_stages or (2 if train.schedule == "interleaved" else 1)
-    whole = train.schedule not in (None, "interleaved")
+    parallel, names = config.parallel, []
+    chunks = parallel.virtual_stages or (2 if parallel.schedule == "interleaved" else 1)
+    whole = parallel.schedule not in (None, "interleaved")
     if chunks > 1 and (whole or layers % (shape.stage * chunks)):
         names += ["schedule", "virtual_stages"]
     if zero < 3:
         names.append("pipeline_gather")
-    sequences = train.global_batch // (shape.batch_ways * train.accumulation)
-    if train.microbatches and sequences % train.microbatches:
+    sequences = config.train.global_batch // (shape.batch_ways * parallel.accumulation)
+    if parallel.microbatches and sequences % parallel.microbatches:
         names.append("microbatches")
     return names
 
 
 def _defaults(given: Given, names: list[str]) -> dict[str, Any]:
-    """Defaults of those of these fields of `TrainConfig` that are not given."""
-    return {name: getattr(TrainConfig, name) for name in names if f"train.{name}" not in given.options}
+    """Defaults of those of these fields of `ParallelConfig` that are not given."""
+    return {name: getattr(ParallelConfig, name) for name in names if f"parallel.{name}" not in given.options}
 
 
 def for_forward(given: Given, config: Config, arch: Architecture, shape: MeshShape) -> Config:
@@ -104,24 +104,25 @@ def for_forward(given: Given, config: Config, arch: Architecture, shape: MeshSha
     Accumulation, the optimizer's state and what the backward pass recomputes go. Parameters that ZeRO-3 has split stay
     so as far as they can. The batch is filled up until it divides.
     """
-    train, ways = config.train, shape.batch_ways
-    batch = -(-train.global_batch // ways) * ways
+    parallel, ways = config.parallel, shape.batch_ways
+    batch = -(-config.train.global_batch // ways) * ways
     changes: dict[str, Any] = {
-        "global_batch": batch,
         # A pipeline takes a batch in as many parts as training does, so that no more of it is alive at a time.
-        "accumulation": gcd(train.accumulation, batch // ways) if shape.stage > 1 else 1,
+        "accumulation": gcd(parallel.accumulation, batch // ways) if shape.stage > 1 else 1,
         "remat": "none",
         "offload": "none",
         "offload_mode": None,
     }
     if "zero" not in given.options or config.zero is None:
-        config = replace(config, zero=3 if config.zero == 3 else 0)
-        if config.zero:
+        changes["zero"] = 3 if config.zero == 3 else 0
+        if changes["zero"]:
             changes["allow_replicated"] = tuple(weight_paths(describe(arch).weights))
-    if "train.offload" in given.options:
+    if "parallel.offload" in given.options:
         del changes["offload_mode"]
-    changes = {name: value for name, value in changes.items() if f"train.{name}" not in given.options}
-    config = replace(config, train=replace(train, **changes))
+    changes = {name: value for name, value in changes.items() if f"parallel.{name}" not in given.options}
+    if "train.global_batch" not in given.options:
+        config = replace(config, train=replace(config.train, global_batch=batch))
+    config = replace(config, parallel=replace(parallel, **changes))
     if "model.attention" not in given.options and config.model.attention == "cudnn":
         config = replace(config, model=replace(config.model, attention="auto"))
     return without_leftovers(given, None, config, arch, shape)

@@ -190,7 +190,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
         progress = stack.enter_context(parts.console.progress(end, start=start, every=config.log.every))
         while step < end and not request and not parts.skips.ended:
             profile(step + 1)
-            state, metrics = compiled(state, program.place(next(batches), config.train.accumulation))
+            state, metrics = compiled(state, program.place(next(batches), config.parallel.accumulation))
             step += 1
             if pending is not None:
                 _record(parts, progress, *pending)

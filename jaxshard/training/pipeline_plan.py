@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from jaxshard.config import TrainConfig
+from jaxshard.config import Config, ParallelConfig
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.axes import BATCH_AXES, MeshShape
@@ -11,10 +11,10 @@ from jaxshard.parallel.schedule import bubble_fraction, layer_order, make
 from jaxshard.training.recipe import PipelinePlan
 
 OPTIONS = ("microbatches", "schedule", "virtual_stages", "pipeline_gather")
-"""Fields of `TrainConfig` that only a pipeline reads."""
+"""Fields of `ParallelConfig` that only a pipeline reads."""
 
 
-def plan_pipeline(train: TrainConfig, zero: int, arch: Architecture, shape: MeshShape) -> PipelinePlan | None:
+def plan_pipeline(config: Config, zero: int, arch: Architecture, shape: MeshShape) -> PipelinePlan | None:
     """The schedule of a run; None where the layers are not split over stages.
 
     The global batch divides by replica x data x accumulation; that is checked before.
@@ -24,58 +24,62 @@ def plan_pipeline(train: TrainConfig, zero: int, arch: Architecture, shape: Mesh
     """
     stages = shape.stage
     if stages == 1:
-        return _none(train)
-    name, chunks = _schedule(train)
+        return _none(config.parallel)
+    name, chunks = _schedule(config.parallel)
     layer_order(arch.n_layers, stages, chunks)
-    if train.pipeline_gather is not None and zero < 3:
+    gather = config.parallel.pipeline_gather
+    if gather is not None and zero < 3:
         raise InputError(
-            f"train.pipeline_gather is {train.pipeline_gather!r}, but with --zero {zero} every stage holds its "
+            f"parallel.pipeline_gather is {gather!r}, but with --zero {zero} every stage holds its "
             "parameters whole and gathers nothing: leave it out, or use --zero 3"
         )
-    count = _microbatches(train, shape)
+    count = _microbatches(config, shape)
     schedule = make(name, stages, count, chunks)
-    evaluation = make(name, stages, count * train.accumulation, chunks)
-    return PipelinePlan(schedule, evaluation, train.pipeline_gather or "tick")
+    evaluation = make(name, stages, count * config.parallel.accumulation, chunks)
+    return PipelinePlan(schedule, evaluation, gather or "tick")
 
 
-def _none(train: TrainConfig) -> None:
-    names = [field.name for field in fields(train) if field.name in OPTIONS]
+def _none(parallel: ParallelConfig) -> None:
+    names = [field.name for field in fields(parallel) if field.name in OPTIONS]
     for name in names:
-        value = getattr(train, name)
+        value = getattr(parallel, name)
         if value is not None:
-            also = f"; to take the batch in {value} parts: --train.accumulation {value}" * (name == "microbatches")
+            also = f"; to take the batch in {value} parts: --parallel.accumulation {value}" * (name == "microbatches")
             raise InputError(
-                f"train.{name} is {value!r}, but without stages there is no pipeline: leave it out, or split the "
+                f"parallel.{name} is {value!r}, but without stages there is no pipeline: leave it out, or split the "
                 f"layers with --mesh pp=2,...{also}"
             )
 
 
-def _schedule(train: TrainConfig) -> tuple[str, int]:
+def _schedule(parallel: ParallelConfig) -> tuple[str, int]:
     """Name of the schedule and chunks of layers per stage."""
-    name = train.schedule or ("1f1b" if train.virtual_stages in (None, 1) else "interleaved")
-    chunks = train.virtual_stages or (2 if name == "interleaved" else 1)
+    name = parallel.schedule or ("1f1b" if parallel.virtual_stages in (None, 1) else "interleaved")
+    chunks = parallel.virtual_stages or (2 if name == "interleaved" else 1)
     if name != "interleaved" and chunks > 1:
         raise InputError(
-            f"train.virtual_stages is {chunks}, but schedule {name} keeps the layers of a stage in one piece: use "
-            "--train.schedule interleaved, or leave virtual_stages out"
+            f"parallel.virtual_stages is {chunks}, but schedule {name} keeps the layers of a stage in one piece: use "
+            "--parallel.schedule interleaved, or leave virtual_stages out"
         )
     return name, chunks
 
 
-def _microbatches(train: TrainConfig, shape: MeshShape) -> int:
+def _microbatches(config: Config, shape: MeshShape) -> int:
     """Number of microbatches of one accumulation part."""
-    ways = shape.batch_ways * train.accumulation
-    sequences = train.global_batch // ways
-    count = train.microbatches
+    ways = shape.batch_ways * config.parallel.accumulation
+    sequences = config.train.global_batch // ways
+    count = config.parallel.microbatches
     if count is None:
         return next((n for n in divisors(sequences) if n >= 2 * shape.stage), sequences)
     if sequences % count:
-        parts = " x ".join(filter(None, [shape.product_text(BATCH_AXES), f"accumulation {train.accumulation}"]))
+        parts = " x ".join(
+            filter(None, [shape.product_text(BATCH_AXES), f"accumulation {config.parallel.accumulation}"])
+        )
         best = min(divisors(sequences), key=lambda n: (abs(n - count), -n))
-        batch = max(1, round(train.global_batch / (ways * count))) * ways * count
+        batch = max(1, round(config.train.global_batch / (ways * count))) * ways * count
         raise InputError(
-            f"train.microbatches = {count} does not divide the {sequences} sequences of one part (train.global_batch = "
-            f"{train.global_batch} / ({parts})); try --train.microbatches {best} or --train.global_batch {batch}"
+            f"parallel.microbatches = {count} does not divide the {sequences} sequences of one part "
+            f"(train.global_batch = {config.train.global_batch} / ({parts})); try --parallel.microbatches {best} or "
+            f"--train.global_batch {batch}"
         )
     return count
 
@@ -94,6 +98,6 @@ def pipeline_notes(plan: PipelinePlan | None) -> tuple[list[str], list[str]]:
     if table.microbatches >= table.stages:
         return [line], []
     return [line], [
-        f"train.microbatches = {table.microbatches} is fewer than pp = {table.stages}: stages are idle {bubble} of the "
-        f"time; {2 * table.stages} or more microbatches keep them busy"
+        f"parallel.microbatches = {table.microbatches} is fewer than pp = {table.stages}: stages are idle {bubble} of "
+        f"the time; {2 * table.stages} or more microbatches keep them busy"
     ]

@@ -1,7 +1,7 @@
 """From a configuration to compiled functions: everything that a run, a plan or an explanation shares."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Program:
     @property
     def offloaded(self) -> TrainState:
         """Bools in the shape of the state: what lies in host memory, also where absent devices cannot say so."""
-        return offloaded(self.abstract, self.logical_axes, self.config.train.offload != "none")
+        return offloaded(self.abstract, self.logical_axes, self.config.parallel.offload != "none")
 
     @cached_property
     def init(self):
@@ -93,7 +93,7 @@ class Program:
     def abstract_batch(self, accumulation: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape of a batch [A, B, T]; A is the configured accumulation unless given."""
         train = self.config.train
-        parts = accumulation or train.accumulation
+        parts = accumulation or self.config.parallel.accumulation
         shape = (parts, train.global_batch // parts, self.config.data.seq_len)
         leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.batch)
         return dict.fromkeys(("inputs", "targets", "segments", "positions"), leaf)
@@ -122,7 +122,7 @@ def build_program(
         InputError: the mesh does not fit the devices, or the model or batch does not fit the mesh.
     """
     shape = resolve_mesh(config.mesh, len(devices))
-    config = replace(config, zero=zero_stage(config, shape))
+    config = config.with_parallel(zero=zero_stage(config, shape))
     arch = architecture(config.model, tokenizer_size, config.data.seq_len)
     check_fit(config, arch, shape)
     jax.config.update("jax_threefry_partitionable", True)  # What is drawn does not depend on the layout.
@@ -130,7 +130,7 @@ def build_program(
         jax.config.update("jax_enable_x64", True)
     recipe = _recipe(config, arch, shape, devices, mesh)
     tx, update, abstract, logical_axes = _updates(config, recipe)
-    whole = _whole(config.train.allow_replicated, recipe.model, recipe.layout, abstract, logical_axes)
+    whole = _whole(config.parallel.allow_replicated, recipe.model, recipe.layout, abstract, logical_axes)
     return Program(config, recipe.model, recipe.layout, recipe, tx, update, whole, abstract, logical_axes)
 
 
@@ -139,13 +139,13 @@ def _recipe(
 ) -> Recipe:
     """The model, where it lies, and how its gradients are computed."""
     train, zero, policy = config.train, zero_stage(config, shape), POLICIES[config.train.precision]
-    pipeline = plan_pipeline(train, zero, arch, shape)
+    pipeline = plan_pipeline(config, zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
     model = describe(arch, shape.stage * shape.model, dealt)
-    parts = train.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
-    remat = rematerialise(parse_remat(train.remat, SAVED_NAMES), DOT_NAMES)
+    parts = config.parallel.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
+    remat = rematerialise(parse_remat(config.parallel.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout = build_layout(placed, shape, model.weights, zero, policy, train.sequence_parallel, parts)
+    layout = build_layout(placed, shape, model.weights, zero, policy, config.parallel.sequence_parallel, parts)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
@@ -158,7 +158,7 @@ def _recipe(
         groups=1 if layout.deferred else layout.groups,
         vmapped=layout.deferred or shape.stage > 1,
     )
-    return Recipe(model, layout, context, remat, train.loss_chunk, train.z_loss, train.seed, pipeline)
+    return Recipe(model, layout, context, remat, config.parallel.loss_chunk, train.z_loss, train.seed, pipeline)
 
 
 def _updates(config: Config, recipe: Recipe) -> tuple[optax.GradientTransformation, Update, TrainState, TrainState]:
@@ -172,13 +172,13 @@ def _updates(config: Config, recipe: Recipe) -> tuple[optax.GradientTransformati
     tx = optimizer(roles, axes)
     shapes = jax.eval_shape(partial(create, model, layout, tx, train.seed, train.loss_scale))
     logical = state_logical_axes(model, layout, tx, shapes)
-    offload = train.offload == "optimizer"
-    for option, wanted in (("offload optimizer", offload), ("remat offload", train.remat == "offload")):
+    offload = config.parallel.offload == "optimizer"
+    for option, wanted in (("offload optimizer", offload), ("remat offload", config.parallel.remat == "offload")):
         if wanted:
-            check_host_memory(f"train.{option}", list(layout.mesh.devices.flat))
+            check_host_memory(f"parallel.{option}", list(layout.mesh.devices.flat))
     shardings = state_shardings(layout, shapes, logical, offload)
     part = lambda group: optimizer({group: roles[group]}, {group: axes[group]})
-    mode = (train.offload_mode or "stream") if offload else None
+    mode = (config.parallel.offload_mode or "stream") if offload else None
     low = offloaded(shapes, logical, offload).moments
     update = choose_update(mode, layout, tx, part, shardings.moments, low, rowwise(config.optim))
     attach = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -206,7 +206,7 @@ def _check_names(allowed: Sequence[str], paths: Sequence[str]) -> None:
     for name in allowed:
         if name not in paths:
             raise InputError(
-                f"train.allow_replicated names {name!r}, but the model has no such weight{nearest(name, paths)}"
+                f"parallel.allow_replicated names {name!r}, but the model has no such weight{nearest(name, paths)}"
             )
 
 
@@ -234,31 +234,32 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
             fits = [n for n in range(1, shape.model + 1) if size % n == 0]
             raise InputError(f"model.{name} = {size} does not divide by tp = {shape.model}; tp = {fits[-1]} would")
     train = config.train
-    ways = shape.batch_ways * train.accumulation
+    ways = shape.batch_ways * config.parallel.accumulation
     if train.global_batch % ways:
         axes = shape.product_text(BATCH_AXES)
         near = max(ways, round(train.global_batch / ways) * ways)
         raise InputError(
             f"train.global_batch = {train.global_batch} does not divide by {axes or 'dp 1'} x accumulation "
-            f"{train.accumulation} = {ways}; try --train.global_batch {near}"
+            f"{config.parallel.accumulation} = {ways}; try --train.global_batch {near}"
         )
-    if train.sequence_parallel and shape.model == 1:
+    if config.parallel.sequence_parallel and shape.model == 1:
         raise InputError(
-            "train.sequence_parallel splits the sequence over the devices of tensor parallelism, and tp = 1: leave it "
-            "out (or say --train.sequence_parallel false), or use --mesh tp=2,..."
+            "parallel.sequence_parallel splits the sequence over the devices of tensor parallelism, and tp = 1: leave "
+            "it out (or say --parallel.sequence_parallel false), or use --mesh tp=2,..."
         )
-    if train.sequence_parallel and config.data.seq_len % shape.model:
+    if config.parallel.sequence_parallel and config.data.seq_len % shape.model:
         near = max(1, round(config.data.seq_len / shape.model)) * shape.model
         raise InputError(
             f"data.seq_len = {config.data.seq_len} does not divide by tp = {shape.model}, which "
-            f"train.sequence_parallel needs; try --data.seq_len {near}"
+            f"parallel.sequence_parallel needs; try --data.seq_len {near}"
         )
 
 
 def class_bytes(program: Program) -> dict[str, int]:
     """Bytes for one device of each class of state, and of the gradients while they are accumulated.
 
-    With --train.offload optimizer the bytes of moments and masters lie in host memory; `Program.offloaded` says which.
+    With --parallel.offload optimizer the bytes of moments and masters lie in host memory; `Program.offloaded` says
+    which.
     """
     layout, state = program.layout, program.abstract
     size = lambda tree: (

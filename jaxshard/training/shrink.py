@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxshard.config import Config, ModelConfig, TrainConfig
+from jaxshard.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.axes import MeshShape
@@ -53,18 +53,22 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         arch: its model, completed.
         shape: the mesh.
     """
-    train, T = config.train, config.data.seq_len
-    plan = plan_pipeline(train, zero_stage(config, shape), arch, shape)
+    train, parallel, T = config.train, config.parallel, config.data.seq_len
+    plan = plan_pipeline(config, zero_stage(config, shape), arch, shape)
     microbatches = plan.schedule.microbatches if plan else 1
     length = alike(T, 12, shape.model)
-    rows = shape.batch_ways * train.accumulation * microbatches
-    small = dict(
+    rows = shape.batch_ways * parallel.accumulation * microbatches
+    small = replace(
+        train,
         global_batch=rows * min(train.global_batch // rows, 2),
-        loss_chunk=length if train.loss_chunk >= T else length // 2 + (1 if T % train.loss_chunk else 0),
-        microbatches=microbatches if plan else None,
         precision="fp64",
         loss_scale=TrainConfig.loss_scale,
         loss_scale_interval=TrainConfig.loss_scale_interval,
+    )
+    alike_parts = replace(
+        parallel,
+        loss_chunk=length if parallel.loss_chunk >= T else length // 2 + (1 if T % parallel.loss_chunk else 0),
+        microbatches=microbatches if plan else None,
         # Small models have relatively more in norms and biases; what the real one keeps whole is reported from it.
         allow_replicated=tuple(weight_paths(describe(arch).weights)),
     )
@@ -72,26 +76,14 @@ def shrink(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         config,
         model=_model(config, arch, shape, plan.schedule.chunks if plan else 1, length),
         data=replace(config.data, seq_len=length),
-        train=replace(train, **small),
+        train=small,
+        parallel=alike_parts,
     )
 
 
 def alone(config: Config) -> Config:
     """The same computation on one device: nothing cut, nothing recomputed, nothing offloaded."""
-    train = replace(
-        config.train,
-        accumulation=1,
-        microbatches=None,
-        schedule=None,
-        virtual_stages=None,
-        pipeline_gather=None,
-        remat="none",
-        offload="none",
-        offload_mode=None,
-        sequence_parallel=False,
-        loss_chunk=config.data.seq_len,
-    )
-    return replace(config, mesh="dp=1", zero=0, train=train)
+    return replace(config, parallel=ParallelConfig(mesh="dp=1", zero=0, loss_chunk=config.data.seq_len))
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,10 @@ def _check_allowed(config: Config, shape: MeshShape) -> None:
     Raises:
         InputError: there is no ZeRO.
     """
-    if config.train.allow_replicated and zero_stage(config, shape) == 0:
+    if config.parallel.allow_replicated and zero_stage(config, shape) == 0:
         raise InputError(
-            f"train.allow_replicated = [{', '.join(config.train.allow_replicated)}] changes nothing: with ZeRO-0 every "
-            "weight may stay whole; leave it out, or use --zero 1, 2 or 3"
+            f"parallel.allow_replicated = [{', '.join(config.parallel.allow_replicated)}] changes nothing: with ZeRO-0 "
+            "every weight may stay whole; leave it out, or use --zero 1, 2 or 3"
         )
 
 
@@ -184,8 +184,8 @@ def resolved(config: Config, program: Program) -> Config:
     fields = {name: value for name, value in asdict(arch).items() if hasattr(config.model, name)}
     whole = lambda path: str(Path(path).absolute()) if Path(path).exists() else path
     data = replace(config.data, path=whole(config.data.path), tokenizer=whole(config.data.tokenizer))
-    chosen = dict(mesh=str(program.layout.shape), zero=program.config.zero)
-    return replace(config, **chosen, model=replace(config.model, **fields), data=data)
+    parallel = replace(config.parallel, mesh=str(program.layout.shape), zero=program.config.zero)
+    return replace(config, parallel=parallel, model=replace(config.model, **fields), data=data)
 
 
 def run_facts(program: Program) -> dict[str, Any]:

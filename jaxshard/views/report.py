@@ -3,7 +3,6 @@
 import html
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -207,7 +206,7 @@ def _zero_bars(program: Program) -> str:
     """As figure 1 of the ZeRO paper (Rajbhandari et al. 2020), for this model and mesh."""
     rows = []
     for zero in range(4):
-        config = replace(program.config, zero=zero)
+        config = program.config.with_parallel(zero=zero)
         held = state_bytes(config, program.model.arch, program.layout.shape)
         parts = [
             ("parameters", held.parameters),

@@ -75,7 +75,7 @@ def too_large(found: Explanation) -> str:
     """What to do about a program that a device has no room for."""
     return (
         f"does not fit: {size_text(found.memory.peak)} are needed on a device, and {size_text(found.usable)} may be "
-        "used; try --train.remat full, a higher --zero, more --train.accumulation, or the command plan"
+        "used; try --parallel.remat full, a higher --zero, more --parallel.accumulation, or the command plan"
     )
 
 
