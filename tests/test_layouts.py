@@ -12,6 +12,7 @@ import pytest
 from layout_table import table
 
 from jaxshard.analysis.state_bytes import state_bytes
+from jaxshard.config import ParallelConfig
 from jaxshard.errors import InputError
 from jaxshard.models import transformer
 from jaxshard.models.presets import architecture
@@ -61,6 +62,13 @@ def test_the_written_table_is_that_of_today():
         )
         found = (sizes.parameters, sizes.gradients, sizes.optimizer)
         assert found == tuple(int(row[name].replace(",", "")) for name in table.COLUMNS[-3:]), case
+
+
+def test_the_layouts_of_a_variant_differ_in_parallel_only():
+    """So the table compares what it should: the group `parallel` decides no number."""
+    for case in table.CASES:
+        same = replace(case.config(), parallel=ParallelConfig())
+        assert same == replace(table.Case(case.variant).config(), parallel=ParallelConfig())
 
 
 def test_the_table_has_the_layouts_that_matter():

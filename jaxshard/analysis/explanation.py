@@ -78,7 +78,7 @@ class Explanation:
             "fits": self.fits,
             "temporaries": [asdict(buffer) for buffer in self.buffers],
             "flops": self.flops,
-            "replicated": [asdict(leaf) for leaf in self.replicated],
+            "replicated": [leaf.as_json() for leaf in self.replicated],
             "warnings": [asdict(warning) for warning in self.warnings],
         }
 

@@ -44,6 +44,12 @@ class Replicated:
     path: str
     bytes: int
     why: str
+    by_zero: bool = False
+    """It is ZeRO that asks; else the weight's own axes."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `explain --json` prints it."""
+        return {"path": self.path, "bytes": self.bytes, "why": self.why}
 
 
 def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
@@ -151,7 +157,7 @@ def replicated(arrays: Sequence[Held], mesh: MeshShape, zero: int) -> list[Repli
     for (path, shape), size in whole.items():
         what = f"{shape}" if path in weights and weights[path].shape == shape else f"its moments {shape}"
         why = f"no dim of {what} divides by {ZERO_AXIS} = {mesh[ZERO_AXIS]} (ZeRO-{zero})"
-        found.append(Replicated(path, size, why))
+        found.append(Replicated(path, size, why, by_zero=True))
     order = {path: i for i, path in enumerate(weights)}
     return sorted(found, key=lambda leaf: order.get(leaf.path, len(order)))
 
@@ -178,7 +184,7 @@ def check_replicated(found: Sequence[Replicated], state_bytes: int, allowed: Seq
     Raises:
         InputError: names the leaves and how to allow them.
     """
-    bad = [leaf for leaf in found if "ZeRO" in leaf.why and leaf.path not in allowed]
+    bad = [leaf for leaf in found if leaf.by_zero and leaf.path not in allowed]
     total = sum(leaf.bytes for leaf in bad)
     if total > 0.01 * state_bytes:
         names = "; ".join(f"{leaf.path}: {leaf.why}" for leaf in bad[:3])
