@@ -71,7 +71,7 @@ def test_what_zero_cannot_split_is_refused_by_name_unless_allowed():
     sizes = {zero: [leaf.bytes for leaf in replicated(state, MeshShape(data=4), zero)] for zero in range(4)}
     assert sizes == {0: [], 1: [180], 2: [180], 3: [210]}
     assert replicated(state, MeshShape(replica=4, model=2), 3) == []
-    leaf = Replicated("odd", 60, replicated(state, MeshShape(data=4), 1)[0].why)
+    leaf = Replicated("odd", 60, replicated(state, MeshShape(data=4), 1)[0].why, by_zero=True)
     assert "(3, 5)" in leaf.why
     check_replicated([leaf], 60 * 101, ())
     with pytest.raises(InputError, match=r"odd: no dim of \(3, 5\) divides by data = 4.*allow_replicated '\[odd\]'"):
@@ -89,7 +89,7 @@ def test_moments_that_lack_the_dim_that_divides_are_listed_by_their_own_shape():
     columns = Held("up", "optimizer", (2, 256), ("layers", "mlp"), 4)
     count = Held("", "optimizer", (), (), 4)
     (leaf,) = replicated([weight, count, rows, columns], mesh, 3)
-    assert leaf == Replicated("up", 1040, "no dim of its moments (2, 130) divides by data = 4 (ZeRO-3)")
+    assert leaf == Replicated("up", 1040, "no dim of its moments (2, 130) divides by data = 4 (ZeRO-3)", by_zero=True)
 
 
 def test_activations():
