@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Arrays in the table; --json lists all."""
+_SHOWN_APART = ("mesh", "zero", "precision", "model", "data", "config")
+"""Of what was recorded with a checkpoint."""
 _CLASSES = {
     "params": "parameters",
     "masters": "fp32 masters",
@@ -130,8 +132,12 @@ def show(console: Console, config: Config, arch: Architecture, result: dict[str,
         ("optimizer", f"{config.optim.name}, peak learning rate {config.optim.lr:g}, {config.optim.schedule}"),
         ("batch", f"{train.global_batch:,} sequences" + f" in {train.accumulation} parts" * (train.accumulation > 1)),
         ("mesh", f"{config.mesh}, ZeRO-{config.zero}, {train.precision}"),
-        *((name, str(value)) for name, value in meta.items() if name not in ("mesh", "zero", "precision", "model")),
-        *((f"model.{name}", str(value)) for name, value in meta.get("model", {}).items()),
+        *((name, str(value)) for name, value in meta.items() if name not in _SHOWN_APART),
+        *(
+            (f"{group}.{name}", str(value))
+            for group in ("data", "model")
+            for name, value in meta.get(group, {}).items()
+        ),
     ]
     console.table("Run", ("what", "value"), rows)
     classes = [(c["name"], c["arrays"], size_text(c["bytes"]), ", ".join(c["dtypes"])) for c in result["classes"]]

@@ -14,7 +14,9 @@ from jaxshard.training.program import Program
 from jaxshard.xla.hardware import chip_of
 
 
-def run(config: Config, *, console: Console, given: Given, resume: str | None) -> dict[str, Any]:
+def run(
+    config: Config, *, console: Console, given: Given, resume: str | None, allow_changed_data: bool
+) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
     foresight = Foresight(
         arithmetic=arithmetic,
@@ -22,7 +24,14 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None) -
         memory=present.forecast,
         remedy=partial(present.remedy, given=given),
     )
-    return loop.run(config, console=console, given=given, resume=resume, foresight=foresight)
+    return loop.run(
+        config,
+        console=console,
+        given=given,
+        resume=resume,
+        allow_changed_data=allow_changed_data,
+        foresight=foresight,
+    )
 
 
 def arithmetic(program: Program) -> tuple[float, float | None]:

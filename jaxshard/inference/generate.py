@@ -31,6 +31,7 @@ from jaxshard.parallel.mesh import MeshShape, open_devices, resolve_mesh
 from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.pipeline_plan import OPTIONS
 from jaxshard.training.program import Program, build_program
+from jaxshard.training.saved import describe
 from jaxshard.training.start import restore_parameters
 
 SLOTS = 64
@@ -259,6 +260,8 @@ def run(
     ids = prompt_ids(tokenizer, prompt)
     check_prompts(program.model.arch, [ids], max_new_tokens)
     step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    if said := _other_tokenizer(tokenizer, Path(config.output or ".") / "checkpoints", step):
+        console.warn(said)
     room = room_for(program.model.arch, len(ids))
     if max_new_tokens > room:
         console.warn(f"beyond {room:,} new tokens the text is longer than what the model was made for (max_seq_len)")
@@ -281,3 +284,14 @@ def _for_generation(config: Config, given: Given, vocab_size: int, shape: MeshSh
     changes = dict(global_batch=shape.batch_ways, accumulation=1, sequence_parallel=False, **unused)
     config = replace(config, train=replace(config.train, **changes))
     return for_forward(given, config, architecture(config.model, vocab_size, config.data.seq_len), shape)
+
+
+def _other_tokenizer(tokenizer: Tokenizer, checkpoints: Path, step: int) -> str:
+    """What to say where the text is not made with the tokenizer of the checkpoint, as far as it recorded it."""
+    before = describe(checkpoints, step).meta.get("data", {}).get("tokenizer", tokenizer.identity)
+    if before == tokenizer.identity:
+        return ""
+    return (
+        f"data.tokenizer {tokenizer.name!r} is not the one that checkpoint {step} was trained with: it is "
+        f"{tokenizer.identity} and was {before}, so ids stand for other text"
+    )
