@@ -32,7 +32,7 @@ def test_the_shape_of_a_mesh():
 
 
 def test_what_follows_from_the_tables():
-    assert AXES == tuple(row.name for row in ROWS)
+    assert tuple(row.name for row in ROWS) == AXES
     assert (BATCH_AXES, VOCAB_AXES) == (("replica", "data"), ("stage", "model"))
     assert ALIASES["dp"] == ALIASES["data"] == "data"
     assert (axes_text(("data", "model")), axes_text(())) == ("dp+tp", "-")

@@ -16,7 +16,7 @@ import pytest
 from jaxshard.commands import cli
 from jaxshard.commands.table import COMMANDS, Command
 from jaxshard.config import Config, TrainConfig, grouped
-from jaxshard.config.file import config_to_yaml, load_config
+from jaxshard.config.file import load_config, run_to_yaml, saved_values
 from jaxshard.config.options import options_of
 from jaxshard.errors import InputError
 
@@ -50,7 +50,7 @@ def run(line: str) -> int:
 
 def save_run(folder: str, config: Config) -> None:
     Path(folder).mkdir(parents=True)
-    Path(folder, "config.yaml").write_text(config_to_yaml(config))
+    Path(folder, "config.yaml").write_text(run_to_yaml(saved_values(config)))
 
 
 def error_of(capsys, line: str) -> str:
@@ -66,7 +66,10 @@ def error_of(capsys, line: str) -> str:
 
 def test_the_command_is_train_when_none_is_named(command):
     assert cli.run([]) == 0
-    assert command.config == Config(output="runs/default") and command.options == {"resume": None}
+    assert command.config == Config(output="runs/default") and command.options == {
+        "resume": None,
+        "allow_changed_data": False,
+    }
     assert cli.run(["--zero", "2"]) == 0 and command.config.zero == 2
     assert cli.run(["train", "--zero", "3"]) == 0 and command.config.zero == 3
 
@@ -141,12 +144,12 @@ def test_inspect_lists_presets_without_a_run(command):
 
 def test_resume(command, capsys):
     assert run("--resume auto --train.seed 3") == 0
-    assert command.options == {"resume": "auto"} and command.config.train.seed == 3
+    assert command.options["resume"] == "auto" and command.config.train.seed == 3
     save_run("runs/default", Config(train=TrainConfig(seed=5)))
     for line, seed in (("--resume", 5), ("--resume auto", 5), ("--resume --train.seed 3", 3), ("--train.steps 1", 0)):
         assert run(line) == 0 and command.config.train.seed == seed, line
     cli.run(["--resume"])
-    assert command.options == {"resume": "required"}
+    assert command.options["resume"] == "required"
     Path("default.yaml").write_text("train: {seed: 8}")
     assert run("--resume --config default.yaml") == 0
     assert command.config.train.seed == 8, "a configuration that the user names is taken as it stands"

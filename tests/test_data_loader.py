@@ -49,12 +49,12 @@ def test_batches_are_the_epochs_laid_end_to_end(dataset):
 def test_seeking_equals_iterating(dataset, start):
     whole = TrainLoader(dataset, 7, seed=1)
     expected = take(whole, start + 4)[start:]
-    assert take(TrainLoader(dataset, 7, seed=1, start_step=start), 4) == expected
+    assert take(TrainLoader(dataset, 7, seed=1, start_row=7 * start), 4) == expected
     assert [key(whole.batch(step)) for step in range(start, start + 4)] == expected
 
 
 def test_far_steps_are_found_at_once(dataset):
-    assert len(take(TrainLoader(dataset, 7, seed=1, start_step=10**12), 2)) == 2
+    assert len(take(TrainLoader(dataset, 7, seed=1, start_row=7 * 10**12), 2)) == 2
 
 
 def test_stream_of_rows_does_not_depend_on_the_batch_size(dataset):
@@ -64,9 +64,9 @@ def test_stream_of_rows_does_not_depend_on_the_batch_size(dataset):
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_parts_of_processes_make_the_global_batch(dataset, parts):
-    whole = take(TrainLoader(dataset, 8, seed=2, start_step=3), 5)
+    whole = take(TrainLoader(dataset, 8, seed=2, start_row=24), 5)
     size = 8 // parts
-    loaders = [TrainLoader(dataset, 8, 2, 3, slice(p * size, (p + 1) * size)) for p in range(parts)]
+    loaders = [TrainLoader(dataset, 8, 2, 24, slice(p * size, (p + 1) * size)) for p in range(parts)]
     for step, together in enumerate(zip(*[take(loader, 5) for loader in loaders], strict=True)):
         assert list(itertools.chain(*together)) == whole[step]
 

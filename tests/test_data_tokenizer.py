@@ -113,6 +113,18 @@ def test_truncation_and_padding_of_the_file_are_turned_off(tmp_path):
     assert [ids.tolist() for ids in tokenizer.encode_batch(["the cat sat on the mat", ""])] == [full, []]
 
 
+def test_identity_is_of_what_a_tokenizer_does_and_not_of_its_file(tmp_path):
+    tokenizer = make(tmp_path / "a", ["</s>", "<s>"])
+    first = load_tokenizer(str(tmp_path / "a")).identity
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    make(tmp_path / "b", ["</s>"])
+    tokenizer.enable_truncation(max_length=3)
+    (tmp_path / "c").mkdir()
+    tokenizer.save(str(tmp_path / "c" / "tokenizer.json"), pretty=False)
+    assert load_tokenizer(str(tmp_path / "c")).identity == first
+    assert first not in [load_tokenizer(str(tmp_path / name)).identity for name in "ab"]
+
+
 def test_ids_are_numbers():
     tokenizer = load_tokenizer("ids:7")
     assert tokenizer.encode("3 14 15").tolist() == [3, 14, 15] and tokenizer.decode([3, 14]) == "3 14"

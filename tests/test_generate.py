@@ -12,7 +12,7 @@ import pytest
 
 from jaxshard.commands.cli import run
 from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig, grouped
-from jaxshard.config.file import config_to_yaml
+from jaxshard.config.file import run_to_yaml, saved_values
 from jaxshard.data.tokenizer import ByteTokenizer, IdTokenizer
 from jaxshard.errors import InputError
 from jaxshard.inference import decode
@@ -300,7 +300,7 @@ def folder(tmp_path_factory):
     params = jax.device_put(drawn(found), found.layout.parameters)
     with Checkpoints(path / "checkpoints") as saved:
         saved.save(7, TrainState(None, params, None, None, None, None, None), run_facts(found))
-    (path / "config.yaml").write_text(config_to_yaml(replace(found.config, output=str(path))))
+    (path / "config.yaml").write_text(run_to_yaml(saved_values(replace(found.config, output=str(path)))))
     return path
 
 

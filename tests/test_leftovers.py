@@ -15,9 +15,10 @@ from jaxshard.commands.cli import run
 from jaxshard.commands.generate import _for_generation
 from jaxshard.config import Config, DataConfig, LogConfig, ModelConfig, grouped
 from jaxshard.config.options import Given
+from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.mesh import parse_mesh, resolve_mesh
-from jaxshard.training import start
+from jaxshard.training import loop, start
 from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.program import build_program
 
@@ -126,16 +127,18 @@ def test_what_the_user_gives_is_still_refused(pipeline, command, options, words,
     assert words in error and "config.yaml" not in error and error.count("\n") == 1
 
 
-def test_a_run_goes_on_without_what_the_mesh_does_not_have(copied, capsys):
-    assert run(["train", "--resume", "--output", str(copied), "--mesh", "dp=4"]) == 0
+def test_a_run_goes_on_without_what_the_mesh_does_not_have(copied, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "_compile", lambda *_: (_ for _ in ()).throw(InputError("it would compile now")))
+    assert run(["train", "--resume", "--output", str(copied), "--mesh", "dp=4", "--train.steps", "2"]) == 2
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("left out")]
     for part in ("zero 1", "parallel.microbatches 2", "parallel.virtual_stages 2"):
         assert part in line
     text = (copied / "config.yaml").read_text()
     assert "microbatches: null" in text and "virtual_stages: null" in text and "zero: 0" in text
-    assert run(["train", "--resume", "--output", str(copied)]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert run(["train", "--resume", "--output", str(copied)]) == 2
+    captured = capsys.readouterr()
+    assert "left out" not in captured.out and "it would compile now" in captured.err
 
 
 def test_a_batch_that_does_not_divide_says_whose_it_is(pipeline, capsys):

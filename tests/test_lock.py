@@ -12,7 +12,7 @@ from ledger_layouts import config, ledger, program_for
 from jaxshard.analysis.compare import Difference
 from jaxshard.commands import cli, explain
 from jaxshard.config import Config, grouped
-from jaxshard.config.file import config_to_yaml
+from jaxshard.config.file import config_to_yaml, run_to_yaml, saved_values
 from jaxshard.console import Console
 
 LAYOUT = ["--mesh", "dp=4,tp=2", "--zero", "1"]
@@ -202,7 +202,7 @@ def test_a_report_goes_into_the_folder_that_is_named_and_no_other(command, capsy
 def test_an_output_folder_that_is_not_there_is_refused(command, monkeypatch, capsys):
     monkeypatch.setattr(explain, "explain_config", lambda *_: pytest.fail("compiled"))
     Path("runs/first").mkdir(parents=True)
-    Path("runs/first/config.yaml").write_text(config_to_yaml(Config()))
+    Path("runs/first/config.yaml").write_text(run_to_yaml(saved_values(Config())))
     for line in ("explain --output runs/frist", "explain --schedule --output runs/frist"):
         assert command(line) == 2
         error = capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_the_run_that_is_named_is_explained(tmp_path, monkeypatch, capsys):
     for folder in ("first", "runs/default", "empty"):
         Path(folder).mkdir(parents=True)
     for folder in ("first", "runs/default"):
-        Path(folder, "config.yaml").write_text(config_to_yaml(run_config))
+        Path(folder, "config.yaml").write_text(run_to_yaml(saved_values(run_config)))
     understood = lambda line: cli.understand(line.split()).config
     for line, zero in (("explain --output first", 3), ("explain --output first --zero 2", 2)):
         assert (understood(line).mesh, understood(line).zero) == ("dp=2", zero)

@@ -23,12 +23,13 @@ from jaxshard.config import (
     ModelConfig,
     grouped,
 )
-from jaxshard.config.file import config_to_yaml
+from jaxshard.config.file import run_to_yaml, saved_values
 from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.training import loop, start
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.evaluate import Evaluator
+from jaxshard.training.foresight import Foresight
 from jaxshard.training.metrics import open_metrics
 from jaxshard.training.signals import stop_on_signal
 from jaxshard.training.state import TrainState
@@ -70,7 +71,7 @@ def train(opened, tmp_path, monkeypatch):
         figures = {"loss": 1.0, "tokens": 1, "grad_norm": 1.0, "skipped_in_row": int(skipping), "loss_scale": 1.0}
         metrics = {name: jnp.asarray(value) for name, value in figures.items()}
         state = TrainState(None, {"w": jnp.ones(3)}, None, None, None, None, None)  # type: ignore[arg-type]
-        monkeypatch.setattr(loop, "sample_text", lambda *_, **__: ["a text"])
+        above = Foresight(*4 * [None], sample=lambda *_: "a text")  # type: ignore[arg-type]
         does = {
             "step": lambda state, batch: (state, metrics),
             "save": Checkpoints.save,
@@ -86,7 +87,7 @@ def train(opened, tmp_path, monkeypatch):
             open_metrics(tmp_path, CONFIG.log) as log,
         ):
             evaluator = Evaluator(program, dataset)
-            parts = loop.Run(CONFIG, program, dataset, tmp_path, saved, log, evaluator, Console(said), 0.0, None)
+            parts = loop.Run(CONFIG, program, dataset, tmp_path, saved, log, evaluator, Console(said), above, 0.0, None)
             state, step = loop.run_steps(parts, does["step"], state, 0, request)
             result = loop._finish(parts, state, step, 0, request, 0.0)
         return result, said.getvalue(), saved.steps()
@@ -129,7 +130,7 @@ def test_a_stop_when_all_is_saved_changes_nothing(train):
 def test_a_stop_before_compiling_does_not_compile(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "first_or_restored", signalled(loop.first_or_restored, 1))
     monkeypatch.setattr(loop, "_compile", lambda *_: pytest.fail("compiled"))
-    (tmp_path / "config.yaml").write_text(config_to_yaml(CONFIG))
+    (tmp_path / "config.yaml").write_text(run_to_yaml(saved_values(CONFIG)))
     options = ["--config", str(tmp_path / "config.yaml"), "--output", str(tmp_path / "run")]
     assert run(options) == 3
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [0]

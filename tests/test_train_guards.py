@@ -59,7 +59,8 @@ def test_another_model_is_not_gone_on_with(finished, option, value, capsys):
 
 
 def test_what_changed_is_said_and_the_old_configuration_kept(copied, capsys):
-    assert run(["--resume", "--output", str(copied), "--train.steps", "3", "--mesh", "dp=1", "--train.seed", "5"]) == 0
+    options = ["--train.steps", "3", "--mesh", "dp=1", "--train.seed", "5", "--allow_changed_data"]
+    assert run(["--resume", "--output", str(copied), *options]) == 0
     said = capsys.readouterr().out
     for part in (
         "goes on from the checkpoint of step 2",

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from jaxshard.commands.table import COMMANDS, Command, SavedRun
 from jaxshard.config import Config, unread
-from jaxshard.config.file import config_to_yaml, defaults_of, load_config
+from jaxshard.config.file import config_to_yaml, defaults_of, load_config, load_run
 from jaxshard.config.options import (
     Given,
     Option,
@@ -246,7 +246,7 @@ def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, f
         raise InputError(f"--output {folder} and --config {file} name two runs; {command.name} takes one of them")
     if not saved.is_file():
         raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
-    return base if file and command.name == "train" else load_config(saved, saved=True)
+    return base if file and command.name == "train" else load_run(saved)
 
 
 def _runs_beside(folder: Path) -> str:

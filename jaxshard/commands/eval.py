@@ -11,6 +11,7 @@ from jaxshard.console import Console
 from jaxshard.errors import InputError
 from jaxshard.training.evaluate import Evaluator
 from jaxshard.training.leftovers import for_forward, own_devices
+from jaxshard.training.same_data import other_text
 from jaxshard.training.start import open_run, restore_parameters
 
 
@@ -26,10 +27,14 @@ def run(config: Config, *, console: Console, given: Given, checkpoint: int | Non
     if not evaluator.possible:
         raise InputError("no documents were held out: train with --data.eval_fraction above 0")
     step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    if changes := other_text(dataset, Path(config.output or ".") / "checkpoints", step):
+        console.warn(
+            f"this is not the text of the run, which may have trained on what is held out here: {'; '.join(changes)}"
+        )
     result = evaluator(params)
     perplexity = math.exp(min(result["eval_loss"], 700.0))
     console.line(
         f"step {step}: eval_loss {result['eval_loss']:.4f} over {result['eval_tokens']:,} tokens "
         f"(perplexity {perplexity:.2f})"
     )
-    return {"step": step, **result}
+    return {"step": step, **result, "changed_data": changes}

@@ -7,7 +7,7 @@ from typing import Any
 from jaxshard.config import Config
 from jaxshard.config.options import Given
 from jaxshard.console import Console
-from jaxshard.data.tokenizer import load_tokenizer
+from jaxshard.data.tokenizer import Tokenizer, load_tokenizer
 from jaxshard.inference.generate import check_prompts, continuation, generator, prompt_ids, room_for
 from jaxshard.inference.sampling import Sampling
 from jaxshard.models.presets import architecture
@@ -16,6 +16,7 @@ from jaxshard.parallel.mesh import open_devices, resolve_mesh
 from jaxshard.training.leftovers import for_forward, own_devices
 from jaxshard.training.pipeline_plan import OPTIONS
 from jaxshard.training.program import build_program
+from jaxshard.training.saved import describe
 from jaxshard.training.start import restore_parameters
 
 
@@ -48,6 +49,8 @@ def run(
     ids = prompt_ids(tokenizer, prompt)
     check_prompts(program.model.arch, [ids], max_new_tokens)
     step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    if said := _other_tokenizer(tokenizer, Path(config.output or ".") / "checkpoints", step):
+        console.warn(said)
     room = room_for(program.model.arch, len(ids))
     if max_new_tokens > room:
         console.warn(f"beyond {room:,} new tokens the text is longer than what the model was made for (max_seq_len)")
@@ -70,3 +73,14 @@ def _for_generation(config: Config, given: Given, vocab_size: int, shape: MeshSh
     parallel = replace(config.parallel, accumulation=1, sequence_parallel=False, **unused)
     config = replace(config, train=replace(config.train, global_batch=shape.batch_ways), parallel=parallel)
     return for_forward(given, config, architecture(config.model, vocab_size, config.data.seq_len), shape)
+
+
+def _other_tokenizer(tokenizer: Tokenizer, checkpoints: Path, step: int) -> str:
+    """What to say where the text is not made with the tokenizer of the checkpoint, as far as it recorded it."""
+    before = describe(checkpoints, step).meta.get("data", {}).get("tokenizer", tokenizer.identity)
+    if before == tokenizer.identity:
+        return ""
+    return (
+        f"data.tokenizer {tokenizer.name!r} is not the one that checkpoint {step} was trained with: it is "
+        f"{tokenizer.identity} and was {before}, so ids stand for other text"
+    )

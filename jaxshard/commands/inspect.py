@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Arrays in the table; --json lists all."""
+_SHOWN_APART = ("mesh", "zero", "precision", "model", "data", "config")
+"""Of what was recorded with a checkpoint."""
 _CLASSES = {
     "params": "parameters",
     "masters": "fp32 masters",
@@ -134,8 +136,12 @@ def show(console: Console, config: Config, arch: Architecture, result: dict[str,
             + f" in {config.parallel.accumulation} parts" * (config.parallel.accumulation > 1),
         ),
         ("mesh", f"{config.mesh}, ZeRO-{config.zero}, {train.precision}"),
-        *((name, str(value)) for name, value in meta.items() if name not in ("mesh", "zero", "precision", "model")),
-        *((f"model.{name}", str(value)) for name, value in meta.get("model", {}).items()),
+        *((name, str(value)) for name, value in meta.items() if name not in _SHOWN_APART),
+        *(
+            (f"{group}.{name}", str(value))
+            for group in ("data", "model")
+            for name, value in meta.get(group, {}).items()
+        ),
     ]
     console.table("Run", ("what", "value"), rows)
     classes = [(c["name"], c["arrays"], size_text(c["bytes"]), ", ".join(c["dtypes"])) for c in result["classes"]]

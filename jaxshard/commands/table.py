@@ -33,6 +33,14 @@ class TrainOptions:
     resume: Literal["required", "auto"] | None = field(default=None, metadata={"bare": "required"})
     """Go on from the newest checkpoint in the output folder, which must hold one; with the value auto: if it holds one.
     Without --config, the run's own config.yaml is read first."""
+    allow_changed_data: bool = False
+    """With --resume: go on although the text, its tokenizer, data.seq_len, data.pack, data.eval_fraction or train.seed
+    is not what the checkpoint was trained on. Rows may be skipped or repeated. (Another train.global_batch needs no
+    permission: it takes the rows from where the run is.)"""
+
+    def __post_init__(self):
+        if self.allow_changed_data and self.resume is None:
+            raise InputError("--allow_changed_data is for a run that goes on: give --resume too, or drop it")
 
     @property
     def saved_run(self) -> SavedRun:

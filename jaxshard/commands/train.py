@@ -16,10 +16,19 @@ from jaxshard.training.program import Program
 from jaxshard.xla.hardware import chip_of
 
 
-def run(config: Config, *, console: Console, given: Given, resume: str | None) -> dict[str, Any]:
+def run(
+    config: Config, *, console: Console, given: Given, resume: str | None, allow_changed_data: bool
+) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
     handed = foresight(console, given, resume is not None)
-    return loop.run(config, console=console, given=given, resume=resume, foresight=handed)
+    return loop.run(
+        config,
+        console=console,
+        given=given,
+        resume=resume,
+        allow_changed_data=allow_changed_data,
+        foresight=handed,
+    )
 
 
 def foresight(console: Console, given: Given, resume: bool) -> Foresight:

@@ -1,5 +1,11 @@
-"""Configurations as YAML: read with every name checked, written so that reading gives back the same. Free of jax."""
+"""Configurations as YAML: read with every name checked, written so that reading gives back the same. Free of jax.
 
+The configuration of a saved run is refused unless it is whole: a file that was emptied or cut would be read as the
+defaults of what is missing, and the run would go on as another one. Its last line says how many values there are.
+"""
+
+import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,9 +13,13 @@ from typing import Any
 
 import yaml
 
-from jaxshard.config import Config, unread
+from jaxshard.config import ONE_RUN, Config, unread
 from jaxshard.config.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping, suggest
 from jaxshard.errors import InputError, nearest
+
+
+class UnknownKey(InputError):
+    """A file has a key that is no option."""
 
 
 def load_config(path: str | Path, saved: bool = False) -> Config:
@@ -28,6 +38,81 @@ def load_config(path: str | Path, saved: bool = False) -> Config:
         return instantiate(Config(), values | defaults_of(unread(values)) if saved else values)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def load_run(path: str | Path) -> Config:
+    """Returns the configuration of a saved run, without what only that run had (`ONE_RUN`) and what nothing reads.
+
+    Raises:
+      InputError: as `load_config`; the file is empty, cut, or lacks values, with what it can be restored from.
+    """
+    path = Path(path)
+    try:
+        lacks = _lacks(path)
+    except InputError as error:
+        raise InputError(f"{error}{_restore(path)}") from None
+    if lacks:
+        raise InputError(f"{path} is damaged: {lacks}{_restore(path)}")
+    config = load_config(path, saved=True)
+    return instantiate(config, defaults_of(ONE_RUN))
+
+
+def saved_values(config: Config) -> dict[str, Any]:
+    """Returns what is kept of a run's configuration, as plain nested values: all but `ONE_RUN`."""
+    return _nested(instantiate(config, defaults_of(ONE_RUN)))
+
+
+def run_to_yaml(values: dict[str, Any]) -> str:
+    """Returns what `load_run` reads: the values as YAML, with a last line that tells a file that was cut."""
+    count = sum(len(value) if isinstance(value, dict) else 1 for value in values.values())
+    return f"{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}# {count} values\n"
+
+
+def _lacks(path: Path) -> str:
+    """What shows that a saved configuration is not whole, or "".
+
+    Raises:
+      InputError: it cannot be read, or is no YAML.
+    """
+    options = [option.name for option in options_of(Config())]
+    try:
+        mapping = _read(path, options)
+    except UnknownKey as error:
+        raise InputError(f"{error}. Runs that an earlier jaxshard saved are not read: start another run") from None
+    text = path.read_text(encoding="utf-8")
+    groups = {name.partition(".")[0] for name in options if "." in name}
+    found = sum(len(value) if key in groups else 1 for key, value in mapping.items())
+    if not found:
+        return "it is empty"
+    if said := re.search(r"^# (\d+) values$", text, re.MULTILINE):
+        return f"it holds {found} of {said[1]} values" if found < int(said[1]) else ""
+    return f"it holds {found} values without the line that ends it: it was cut, or an earlier jaxshard wrote it"
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return not _lacks(path)
+    except InputError:
+        return False
+
+
+def _restore(path: Path) -> str:
+    """What helps: the configuration that a checkpoint recorded, written beside the damaged one, or an earlier copy."""
+    found = {file.parts[-3]: file for file in path.parent.glob("checkpoints/*/meta/metadata")}
+    records = {int(name): file for name, file in found.items() if name.isdecimal()}
+    for step in sorted(records, reverse=True):
+        file = path.with_name(f"config.from-{step}.yaml")
+        try:
+            values = json.loads(records[step].read_text(encoding="utf-8"))["meta"]["config"]
+            file.write_text(run_to_yaml(values), encoding="utf-8")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # A checkpoint that is damaged too, or older than this record.
+        return f". What checkpoint {step} recorded is in {file} now: look at it, and move it to {path}"
+    kept = [file for file in path.parent.glob("config.before-*.yaml") if _is_whole(file)]
+    if kept:
+        newest = max(kept, key=lambda file: file.stat().st_mtime_ns)
+        return f". The run's configuration before that is {newest}: look at it, and copy it to {path}"
+    return ". There is no copy of it: write the run's options into another file, and go on with --resume --config FILE"
 
 
 def defaults_of(names: Iterable[str]) -> dict[str, Any]:
@@ -99,7 +184,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
             if not isinstance(value, yaml.MappingNode):
                 raise InputError(f"{where}: {name} is a group of keys, such as {_example(name, names)}")
         elif name not in names:
-            raise InputError(f"{where}: unknown key {name}{suggest(name, [*names, *groups])}")
+            raise UnknownKey(f"{where}: unknown key {name}{suggest(name, [*names, *groups])}")
     assert isinstance(mapping, dict)
     return {key: value for key, value in mapping.items() if value is not None or key not in groups}
 

@@ -102,7 +102,7 @@ class DataConfig:
 
     path: str = "stdlib"
     """A .txt, .jsonl, .parquet or tokenised .bin file, a folder of text files, or stdlib: the Python sources of the
-    running interpreter's standard library."""
+    running interpreter's standard library (./stdlib is a folder of that name)."""
     tokenizer: str = "bytes"
     """bytes, the path of a Hugging Face tokenizer.json, or, for a .bin file without one, ids or ids:EOD with the id
     that ends its documents."""
@@ -124,6 +124,10 @@ class DataConfig:
 
 _NOT_IN_OPTIMIZER = {"lion": ("eps",), "sgd": ("beta2", "eps"), "adafactor": ("beta1", "eps")}
 _OF_LOSS_SCALE = ("loss_scale", "loss_scale_interval")
+
+
+ONE_RUN = ("train.stop_after", "log.profile_steps")
+"""Options that end with the run that they are given to: a run that goes on from it does not have them."""
 
 
 def unread(values: Mapping[str, Any]) -> list[str]:
@@ -187,7 +191,8 @@ class TrainConfig:
     steps: int = 300
     """Optimizer updates in the whole run."""
     stop_after: int | None = None
-    """End this run after so many updates in all; schedules are still laid out for `steps`."""
+    """End this run after so many updates in all; schedules are still laid out for `steps`. A run that goes on with
+    --resume does not take it over."""
     global_batch: int = 32
     """Sequences per update, over all devices and accumulation steps."""
     seed: int = 0
@@ -302,7 +307,7 @@ class LogConfig:
     wandb: str | None = None
     """Project name: also log to Weights & Biases (needs the package wandb)."""
     profile_steps: tuple[int, int] | None = None
-    """First and last update of a profiler trace, written to <output>/profile."""
+    """First and last update of a profiler trace, written to <output>/profile; --resume does not take it over."""
 
     def __post_init__(self):
         _require(_positive(self.every), "log.every", self.every, "a positive whole number")

@@ -2,7 +2,8 @@
 
 `data.path` is one of
   stdlib             the .py files of the running interpreter's standard library, tests excluded, sorted: real text on
-                     every machine, and always the same for one interpreter. Each file is a document.
+                     every machine, and always the same for one interpreter. Each file is a document. The word is no
+                     path: a folder of this name is ./stdlib.
   a text file        documents stand between lines that hold only <|endoftext|>; without such a line it is one.
   .jsonl, .ndjson    each line an object; its field `text_field` is a document.
   .parquet           each row a document, in column `text_field`.
@@ -80,6 +81,11 @@ def read_bin(data: DataConfig) -> np.ndarray:
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def whole_path(name: str) -> str:
+    """Returns the whole path of a `data.path`, to be found from any folder; the word stdlib stays as it is."""
+    return name if name == _STDLIB else str(Path(os.path.expanduser(name)).absolute())
 
 
 def piece_size(total: int) -> int:

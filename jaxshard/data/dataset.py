@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxshard.config import DataConfig
-from jaxshard.data.corpus import Document, is_tokenised, piece_size, read_bin, read_documents
+from jaxshard.data.corpus import Document, is_tokenised, piece_size, read_bin, read_documents, whole_path
+from jaxshard.data.fingerprint import Fingerprint, TextHash
 from jaxshard.data.packing import Rows
-from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
+from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer, whole_tokenizer_path
 from jaxshard.errors import InputError
 
-_CHUNK = 1 << 22  # characters encoded together, ids scanned together
+_CHUNK = 1 << 22  # characters encoded together, ids scanned and hashed together: fingerprints of .bin files hang on it
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,8 @@ class Dataset:
     eval: Rows
     max_id: int
     """Largest token id of the corpus."""
+    text: str
+    """Hash of the corpus, whatever files hold it."""
 
     def describe(self) -> str:
         """Returns one line: the corpus, its size, and the split."""
@@ -35,6 +38,18 @@ class Dataset:
             f"{self.data.seq_len}, {held.documents:,} documents in {len(held):,} rows held out"
         )
 
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """What decides the rows and, with the seed of the run, their order."""
+        data, parts = self.data, (self.train, self.eval)
+        documents, tokens = sum(rows.documents for rows in parts), sum(rows.n_tokens for rows in parts)
+        settings = (data.seq_len, data.pack, data.eval_fraction)
+        return Fingerprint(self.text, documents, tokens, self.tokenizer.identity, *settings, seed)
+
+
+def with_whole_paths(data: DataConfig) -> DataConfig:
+    """The configuration with files by their whole path; reserved words such as stdlib, bytes and ids:0 stay words."""
+    return dataclasses.replace(data, path=whole_path(data.path), tokenizer=whole_tokenizer_path(data.tokenizer))
+
 
 def build(data: DataConfig) -> Dataset:
     """Reads, encodes and splits the corpus. The same on every process.
@@ -42,14 +57,14 @@ def build(data: DataConfig) -> Dataset:
     Raises InputError for data that is missing, empty, broken, shorter than one sequence, or cannot be split, and for
     token ids that the tokenizer does not have.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer, text = load_tokenizer(data.tokenizer), TextHash()
     if is_tokenised(data):
-        tokens, ends, max_id = _scan(read_bin(data), tokenizer.eod)
+        tokens, ends, max_id = _scan(read_bin(data), tokenizer.eod, text)
         tokenizer = _check_ids(data, tokenizer, max_id)
     else:
         if isinstance(tokenizer, IdTokenizer):
             raise InputError(f"data.tokenizer={tokenizer.name} is for .bin files: {data.path!r} is text; use bytes")
-        tokens, ends = _encode(read_documents(data), tokenizer)
+        tokens, ends = _encode(text.watch(read_documents(data)), tokenizer)
         max_id = int(tokens.max(initial=0))
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
@@ -62,9 +77,8 @@ def build(data: DataConfig) -> Dataset:
     held = _held_out(data, len(starts))
     train = dataclasses.replace(everything, starts=starts[~held], lengths=lengths[~held])
     _check_length(data, train)
-    return Dataset(
-        data, tokenizer, train, dataclasses.replace(everything, starts=starts[held], lengths=lengths[held]), max_id
-    )
+    held_out = dataclasses.replace(everything, starts=starts[held], lengths=lengths[held])
+    return Dataset(data, tokenizer, train, held_out, max_id, text.finish())
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
@@ -109,14 +123,15 @@ def _chunks(documents: Iterator[Document]) -> Iterator[list[str]]:
         yield texts
 
 
-def _scan(tokens: np.ndarray, eod: int | None) -> tuple[np.ndarray, np.ndarray, int]:
+def _scan(tokens: np.ndarray, eod: int | None, text: TextHash) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns the ids of a .bin file [N], where its documents end (each behind its eod), and its largest id.
 
-    A file of one document, or whose eod is not known, is cut into pieces.
+    The ids are added to the hash. A file of one document, or whose eod is not known, is cut into pieces.
     """
     max_id, found = 0, []
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK]
+        text.add(chunk)
         max_id = max(max_id, int(chunk.max()))
         if eod is not None:
             found.append(np.flatnonzero(chunk == eod) + start + 1)

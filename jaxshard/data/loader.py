@@ -1,8 +1,9 @@
-"""Batches in an order that is a pure function of corpus, seed and step.
+"""Batches in an order that is a pure function of corpus and seed.
 
-Rows in training order are the endless concatenation of the epochs' permutations; step s takes rows [s B, (s + 1) B) of
-it. So the data position of a run is its step number: nothing else is saved, and neither the mesh nor the number of
-hosts nor a restart changes which tokens a step sees.
+Rows in training order are the endless concatenation of the epochs' permutations, and each batch takes the next B of
+them. So the data position of a run is the number of rows that it has taken: nothing else is saved, a run may go on with
+another batch without skipping or repeating a row, and neither the mesh nor the number of hosts nor a restart changes
+which rows come next.
 """
 
 from collections.abc import Iterator
@@ -24,29 +25,29 @@ _ENDLESS = 2**61  # rows; grain's own endless repeat overflows when the batch is
 
 @dataclass(frozen=True)
 class TrainLoader:
-    """Endless training batches from step `start_step` on (the number of updates already made)."""
+    """Endless training batches, after the first `start_row` rows of the order."""
 
     dataset: Dataset
     global_batch: int
     seed: int
-    start_step: int = 0
+    start_row: int = 0
     rows: slice | None = None
     """Rows of the global batch that this process feeds; None: all of them."""
 
-    def batch(self, step: int) -> Batch:
-        """Returns the batch of one step (from 0), at once."""
-        batch = self._by_step()[step]
+    def batch(self, number: int) -> Batch:
+        """Returns the batch of that number (the first is 0), at once."""
+        batch = self._batches()[number]
         assert batch is not None  # grain allows maps that drop elements
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields batches from start_step on, gathered ahead by threads; the iterator's close() ends them."""
+        """Yields the batches in turn, gathered ahead by threads; the iterator's close() ends them."""
         import grain
 
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)
-        return iter(self._by_step().slice(slice(self.start_step, None)).to_iter_dataset(options))
+        return iter(self._batches().to_iter_dataset(options))
 
-    def _by_step(self) -> "grain.MapDataset[Batch]":
+    def _batches(self) -> "grain.MapDataset[Batch]":
         import grain  # it imports jax, which the readers of a corpus do without
 
         mine = self.rows or slice(None)
@@ -56,6 +57,7 @@ class TrainLoader:
             .seed(self.seed % 2**63)  # grain takes no negative seeds
             .shuffle()
             .repeat(_ENDLESS // n)  # each epoch with another permutation
+            .slice(slice(self.start_row, None))
             .batch(self.global_batch, drop_remainder=True)
             .map(lambda rows: self.dataset.train.batch(rows[mine]))
         )

@@ -5,9 +5,12 @@
   a tokenizer.json   of Hugging Face, or the folder that holds it. The end-of-document token is the `eos_token` of a
                      tokenizer_config.json beside it, or else the first of `END_TOKENS` in its vocabulary.
   ids, ids:EOD       for a .bin file whose tokenizer is not at hand: text is the ids, written as numbers.
+These words are no paths: a folder of such a name is ./bytes.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def identity(self) -> str:
+        """The same for tokenizers that make the same ids of every text, whatever their files are called."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Largest id + 1."""
         ...
@@ -78,7 +86,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A byte is a token."""
 
-    name = "bytes"
+    name = identity = "bytes"
     vocab_size = 257
     eod = 256
     start = _NONE
@@ -107,6 +115,10 @@ class IdTokenizer:
     def name(self) -> str:
         return "ids" if self.eod is None else f"ids:{self.eod}"
 
+    @property
+    def identity(self) -> str:
+        return self.name
+
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
         wrong = next((word for word in words if not (word.isascii() and word.isdigit()) or int(word) >= 2**31), None)
@@ -123,13 +135,22 @@ class IdTokenizer:
 
 @dataclass(frozen=True, eq=False)
 class HuggingFaceTokenizer:
-    """A tokenizer.json through the `tokenizers` package. Special tokens written out in a text are read as such."""
+    """A tokenizer.json through the `tokenizers` package. Special tokens written out in a text are read as such.
+
+    Attributes:
+        content: hash of the file.
+    """
 
     name: str
+    content: str
     tokenizer: "tokenizers.Tokenizer"
     vocab_size: int
     eod: int
     start: np.ndarray
+
+    @property
+    def identity(self) -> str:
+        return ":".join([self.content, *map(str, self.start.tolist()), str(self.eod)])
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -154,9 +175,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return IdTokenizer()
     if spec.startswith("ids:"):
         if not spec[4:].isascii() or not spec[4:].isdigit():
-            raise InputError(f"data.tokenizer {spec!r}: after ids: comes the end-of-document id, such as ids:50256")
+            file = f" (the file of this name is ./{spec})" if os.path.exists(spec) else ""
+            raise InputError(
+                f"data.tokenizer {spec!r}: after ids: comes the end-of-document id, such as ids:50256{file}"
+            )
         return IdTokenizer(eod=int(spec[4:]))
     return _load_hugging_face(spec)
+
+
+def whole_tokenizer_path(spec: str) -> str:
+    """Returns the whole path of a `data.tokenizer`, to be found from any folder; a word stays as it is."""
+    word = spec in ("bytes", "ids") or spec.startswith("ids:")
+    return spec if word else str(Path(os.path.expanduser(spec)).absolute())
 
 
 def _load_hugging_face(spec: str) -> HuggingFaceTokenizer:
@@ -168,7 +198,8 @@ def _load_hugging_face(spec: str) -> HuggingFaceTokenizer:
     if not path.is_file():
         raise InputError(f"data.tokenizer {spec!r} is a folder without a tokenizer.json: it must be {kinds}")
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(read_text(path))
+        text = read_text(path)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except InputError:
         raise
     except Exception as error:  # the package raises plain Exception
@@ -187,7 +218,13 @@ def _load_hugging_face(spec: str) -> HuggingFaceTokenizer:
         )
     # the largest id, not the number of entries: some vocabularies have gaps
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return HuggingFaceTokenizer(spec, tokenizer, vocab_size, eod, _template_start(tokenizer))
+    return HuggingFaceTokenizer(spec, _content(text), tokenizer, vocab_size, eod, _template_start(tokenizer))
+
+
+def _content(text: str) -> str:
+    """Hash of a tokenizer.json without what is turned off here and without its layout as text."""
+    used = {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _template_start(tokenizer: "tokenizers.Tokenizer") -> np.ndarray:

@@ -13,7 +13,7 @@ import jax
 
 from jaxshard.analysis.memory import Memory, estimate
 from jaxshard.config import Config, ParallelConfig
-from jaxshard.config.file import load_config
+from jaxshard.config.file import load_run
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError
@@ -112,7 +112,7 @@ def _saved(config: Config, count: int) -> Config | None:
     file = Path(config.output or ".") / CONFIG_FILE
     if not file.is_file():
         return None
-    saved = load_config(str(file), saved=True)
+    saved = load_run(file)
     return saved if math.prod(parse_mesh(saved.mesh).values()) == count else None
 
 

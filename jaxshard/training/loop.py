@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxshard.config import Config
-from jaxshard.config.file import load_config
+from jaxshard.config.file import load_run, saved_values
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.data import Dataset, TrainLoader
@@ -29,6 +29,7 @@ from jaxshard.training.foresight import AUTO, Forecast, Foresight, explained
 from jaxshard.training.leftovers import dropped, own_devices, source_named, without_leftovers
 from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
 from jaxshard.training.program import Program
+from jaxshard.training.same_data import check_same_data, data_facts, rows_before
 from jaxshard.training.signals import StopRequest, stop_on_signal
 from jaxshard.training.skips import Skips
 from jaxshard.training.start import (
@@ -64,10 +65,16 @@ class Run:
     flops_per_token: float
     peak_flops: float | None
     throughput: Throughput = field(default_factory=Throughput)
+    row_of_step_0: int = 0
+    """Row of the data's order at which step 0 would lie with this run's batch; not 0 where earlier ones differed."""
 
     @cached_property
     def skips(self) -> Skips:
         return Skips(self.config.train.max_skips)
+
+    def rows(self, step: int) -> int:
+        """Rows of the data's order that are taken when so many updates are made."""
+        return self.row_of_step_0 + step * self.config.train.global_batch
 
     @property
     def end(self) -> int:
@@ -76,7 +83,15 @@ class Run:
         return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
-def run(config: Config, *, console: Console, given: Given, resume: str | None, foresight: Foresight) -> dict[str, Any]:
+def run(
+    config: Config,
+    *,
+    console: Console,
+    given: Given,
+    resume: str | None,
+    allow_changed_data: bool,
+    foresight: Foresight,
+) -> dict[str, Any]:
     """Trains, evaluates, and says where everything is.
 
     Args:
@@ -84,6 +99,7 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None, f
         console: where to say it.
         given: what stands on the command line.
         resume: "required", "auto" or None.
+        allow_changed_data: whether a run may go on with other data.
         foresight: what is known of memory, speed and better layouts.
 
     Returns a summary with the exit code: 0 done, 3 stopped by a signal after saving.
@@ -106,18 +122,31 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None, f
         saved = checkpoints(config)
         stack.callback(saved.close)
         if resume:
-            _show_resume(program, saved, changes_since(config, folder), console)
+            _show_resume(program, dataset, saved, changes_since(config, folder), allow_changed_data, console)
         stack.enter_context(explained(program, foresight))
         state, start = first_or_restored(program, saved, resume)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         figures = foresight.arithmetic(program)
+        rows = rows_before(saved.folder, start, folder / CONFIG_FILE) if start else 0
+        zero = rows - start * config.train.global_batch
+        evaluator = Evaluator(program, dataset)
         parts = Run(
-            config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, foresight, *figures
+            config,
+            program,
+            dataset,
+            folder,
+            saved,
+            metrics,
+            evaluator,
+            console,
+            foresight,
+            *figures,
+            row_of_step_0=zero,
         )
-        write_config(config, folder, start)
         if 0 < parts.end <= start:
-            console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
+            console.line(_finished(parts, start))
             return {"step": start, "output": str(folder)}
+        write_config(config, folder, start)
         step = start
         if not request:
             compiled = _compile(program, forecast, console)
@@ -135,7 +164,7 @@ def _opened(
     file = folder / CONFIG_FILE
     if not resume or "config" in given.options or not file.exists():
         return open_run(config, foresight.layout)
-    before = load_config(file, saved=True).mesh
+    before = load_run(file).mesh
 
     def adapt(config: Config, arch: Architecture, shape: MeshShape) -> Config:
         fitting = without_leftovers(given, before, config, arch, shape)
@@ -147,13 +176,28 @@ def _opened(
         return open_run(own_devices(config, given), foresight.layout, adapt)
 
 
-def _show_resume(program: Program, saved: Checkpoints, changes: list[str], console: Console) -> None:
-    """Says where the run goes on, and what is no longer as it was."""
+def _finished(parts: Run, step: int) -> str:
+    """Why nothing is left to do, and what to give instead. The options of such a run are not used, and not saved."""
+    train = parts.config.train
+    what = "train.steps" if train.stop_after is None or train.steps <= step else "train.stop_after"
+    now = train.steps if what == "train.steps" else train.stop_after
+    return (
+        f"{parts.folder} is finished at step {step}, and left as it is; to go on, raise --{what} (now {now}) "
+        f"above {step}"
+    )
+
+
+def _show_resume(
+    program: Program, dataset: Dataset, saved: Checkpoints, changes: list[str], allowed: bool, console: Console
+) -> None:
+    """Says where the run goes on, and what is no longer as it was; refuses another model, and other data unasked."""
     latest = saved.latest()
     if latest is None:
         console.line("the run has no complete checkpoint yet: it begins at step 0")
     else:
         check_same_model(program, saved, latest)
+        if said := check_same_data(dataset, program.config.train.seed, saved.folder, latest, allowed):
+            console.warn(said)
         console.line(f"goes on from the checkpoint of step {latest}")
     for change in changes:
         console.line(f"changed since: {change}")
@@ -181,7 +225,7 @@ def _compile(program: Program, forecast: Forecast, console: Console) -> jax.stag
 def run_steps(parts: Run, compiled, state: TrainState, start: int, request: StopRequest) -> tuple[TrainState, int]:
     """Runs updates until the end or a stop request; returns the state and the step reached."""
     config, program, end = parts.config, parts.program, parts.end
-    batches = iter(TrainLoader(parts.dataset, config.train.global_batch, config.train.seed, start))
+    batches = iter(TrainLoader(parts.dataset, config.train.global_batch, config.train.seed, parts.rows(start)))
     pending: tuple[int, dict[str, jax.Array]] | None = None
     step = start
     with ExitStack() as stack:
@@ -242,7 +286,9 @@ def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
 
 def _save(parts: Run, step: int, state: TrainState, instead_of: Sequence[int] | None = None) -> None:
     parts.metrics.flush()
-    if not parts.saved.save(step, state, run_facts(parts.program), instead_of):
+    facts = run_facts(parts.program) | data_facts(parts.dataset, parts.config.train.seed, parts.rows(step))
+    facts |= {"config": saved_values(parts.config)}
+    if not parts.saved.save(step, state, facts, instead_of):
         raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 
 

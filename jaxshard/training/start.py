@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 import jax
 
-from jaxshard.config import Config
-from jaxshard.config.file import config_to_yaml, load_config
-from jaxshard.data import Dataset, build, check_vocabulary
-from jaxshard.errors import InputError
+from jaxshard.config import ONE_RUN, Config
+from jaxshard.config.file import load_run, run_to_yaml, saved_values
+from jaxshard.data import Dataset, build, check_vocabulary, with_whole_paths
+from jaxshard.errors import InputError, obstacle
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.mesh import Device, open_devices, resolve_mesh
@@ -111,6 +111,8 @@ def output_folder(config: Config, resume: str | None) -> Iterator[Path]:
     folder = Path(config.output or ".")
     with ExitStack() as stack:
         try:
+            if what := obstacle(folder) or obstacle(folder / "checkpoints"):
+                raise InputError(f"output folder {folder} cannot be written: {what}; or choose another --output")
             if resume == "required" and not (folder / CONFIG_FILE).exists():
                 raise InputError(
                     f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)"
@@ -164,11 +166,13 @@ def write_config(config: Config, folder: Path, start: int = 0) -> None:
         InputError: the disk is full or the folder cannot be written.
     """
     path, draft = folder / CONFIG_FILE, folder / f".{CONFIG_FILE}.tmp"
-    text = config_to_yaml(config)
+    before = folder / f"config.before-{start}.yaml"
+    text = run_to_yaml(saved_values(config)).encode()
     try:
-        draft.write_text(text, encoding="utf-8")
-        if path.exists() and path.read_text(encoding="utf-8") != text:
-            shutil.copyfile(path, folder / f"config.before-{start}.yaml")
+        draft.write_bytes(text)
+        # The first one stays: what the run was until that step. Others that were tried from there have left nothing.
+        if path.exists() and path.read_bytes() != text and not before.exists():
+            shutil.copyfile(path, before)
         # At every moment there is one: without it the run could neither go on nor be begun again.
         os.replace(draft, path)
     except OSError as error:
@@ -182,10 +186,9 @@ def resolved(config: Config, program: Program) -> Config:
     """The configuration with every default of the model and the mesh written out, and files by their whole path."""
     arch = program.model.arch
     fields = {name: value for name, value in asdict(arch).items() if hasattr(config.model, name)}
-    whole = lambda path: str(Path(path).absolute()) if Path(path).exists() else path
-    data = replace(config.data, path=whole(config.data.path), tokenizer=whole(config.data.tokenizer))
     parallel = replace(config.parallel, mesh=str(program.layout.shape), zero=program.config.zero)
-    return replace(config, parallel=parallel, model=replace(config.model, **fields), data=data)
+    model = replace(config.model, **fields)
+    return replace(config, parallel=parallel, model=model, data=with_whole_paths(config.data))
 
 
 def run_facts(program: Program) -> dict[str, Any]:
@@ -226,8 +229,13 @@ def changes_since(config: Config, folder: Path) -> list[str]:
         for group, value in asdict(c).items()
         for name, inner in (value.items() if isinstance(value, dict) else [("", value)])
     }
-    before, now = flat(load_config(str(path), saved=True)), flat(config)
-    return [f"{name} {before[name]} -> {now[name]}" for name in now if name != "output" and before[name] != now[name]]
+    try:
+        before, now, left_out = flat(load_run(path)), flat(config), {"output", *ONE_RUN}
+    except InputError:  # The user has stated the run in full, which is what helps against this.
+        return [f"{path}, which was damaged, is written anew"]
+    return [
+        f"{name} {before[name]} -> {now[name]}" for name in now if name not in left_out and before[name] != now[name]
+    ]
 
 
 def first_or_restored(program: Program, saved: Checkpoints, resume: str | None) -> tuple[TrainState, int]:
