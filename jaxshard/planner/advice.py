@@ -44,12 +44,18 @@ def situation(search: Search, plan: Scored) -> Iterator[str]:
     """What the model needs and what the hardware has."""
     whole, limit, target = search.whole_state, search.limit, search.target
     device = f"a device's {gib(limit)}" if limit < float("inf") else "a device"
-    if whole <= limit:
-        yield f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) fits into {device}."
+    parts = f"({gib(whole)}: parameters, masters, moments, one set of gradients)"
+    plain = lambda c: c.zero == 0 and c.offload == "none" and c.shape.model * c.shape.stage == 1
+    whole_step = search.best(plain) if whole <= limit else None
+    if whole > limit:
+        yield f"The whole state {parts} is more than {device}, so it has to be split or moved to host memory."
+    elif whole_step is None or whole_step[0]:
+        yield f"The whole state {parts} fits into {device}."
     else:
         yield (
-            f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) is more than "
-            f"{device}, so it has to be split or moved to host memory."
+            f"The whole state {parts} alone is less than {device}, but a step takes "
+            f"{gib(whole_step[1].memory.total)} with activations and buffers, so it has to be split or moved to host "
+            "memory all the same."
         )
     layer = search.layer_state
     if layer > limit:
