@@ -3,6 +3,7 @@
 The compiler is a stand-in that answers as compiled schedules did; tests/test_confirmed.py asks the real ones.
 """
 
+import re
 import time
 from functools import cache
 from itertools import pairwise
@@ -70,7 +71,7 @@ def like_xla(scored):
 def test_more_memory_never_gives_a_worse_plan(preset, compiler):
     asked = compiler(like_xla)
     best, peaks = [], []
-    for limit in (30, 40, 50, 60, 70, None):
+    for limit in (30, 50, 70, None):
         asked.clear()
         plans, _ = planner.offered(search(preset, limit=limit and limit * GIB), Given({}), 3)
         assert plans[0].timeline and len(asked) <= TRIES * 3
@@ -88,6 +89,8 @@ def test_questions_go_to_other_kinds_when_one_came_out_slow(compiler):
     assert {s.candidate.remat for s in asked} >= {"none", "dots"}
     assert plans[0].scored.candidate.remat == "dots"
     assert any(note.startswith("From shapes alone dp=8, ZeRO-2, remat none, ") for note in notes)
+    why = " ".join(plans[0].reasons)
+    assert re.search(r"remat none: \d\.\d % faster by the prediction from shapes, but \d\d\.\d % slower as the", why)
 
 
 def test_times_of_both_kinds_stand_in_one_order(compiler):

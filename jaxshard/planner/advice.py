@@ -28,15 +28,22 @@ SIMPLER = float(PREFERENCE @ (4, 3, 3, 1, 1, 1))
 """Share of the time that the simplest layout may take more than the most complicated one and still come first."""
 
 Matches = Callable[[Candidate], bool]
+Expected = Callable[[Scored], float]
 
 
-def reasons(search: Search, plan: Scored) -> list[str]:
-    """Sentences: the situation, the choice, where the time goes, and the neighbours."""
+def reasons(search: Search, plan: Scored, expected: Expected = lambda scored: scored.seconds) -> list[str]:
+    """Sentences: the situation, the choice, where the time goes, and the neighbours.
+
+    Args:
+        search: that the plan is of.
+        plan: a layout that fits.
+        expected: seconds of a layout that fits, as compiled schedules have or suggest them; by default from shapes.
+    """
     return [
         *situation(search, plan),
         *choice(search, plan.candidate),
         *time_of(search, plan),
-        *neighbours(search, plan),
+        *neighbours(search, plan, expected),
     ]
 
 
@@ -155,8 +162,8 @@ def time_of(search: Search, plan: Scored) -> Iterator[str]:
         yield f"From shapes: MFU {100 * used:.0f} % counting causal attention, {100 * full:.0f} % counting all of it."
 
 
-def neighbours(search: Search, plan: Scored) -> Iterator[str]:
-    """Each neighbour that is legal: it does not fit, or is slower, and why."""
+def neighbours(search: Search, plan: Scored, expected: Expected = lambda scored: scored.seconds) -> Iterator[str]:
+    """Each neighbour that is legal: it does not fit, or is slower, and why; `expected` as in `reasons`."""
     c = plan.candidate
     for name, matches in _neighbours(c):
         found = search.best(matches)
@@ -178,6 +185,9 @@ def neighbours(search: Search, plan: Scored) -> Iterator[str]:
             faster = 1 - other.seconds / plan.seconds
             simpler = PREFERENCE @ other.candidate.complexity <= PREFERENCE @ c.complexity
             why = ", less than its error, and less simple" if faster < SIMPLER and not simpler else ""
+            slower = expected(other) / expected(plan) - 1
+            if slower > 0:
+                why = f", but {100 * slower:.1f} % slower as the compiled schedules have it"
             yield f"{name}: {100 * faster:.1f} % faster by the prediction from shapes{why}."
 
 

@@ -69,6 +69,8 @@ class Answers:
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
     refused: list[Refused] = field(default_factory=list)
+    expected: Callable[[Scored], float] = lambda scored: scored.seconds
+    """Seconds of a layout that fits: of its compiled schedule, or from shapes as compiled schedules correct them."""
     asking: Callable[[Question], AbstractContextManager[object]] = nullcontext
     """Entered for each compilation."""
 
@@ -180,6 +182,7 @@ def _fitting(found: Search, count: int, answers: Answers) -> list[Offer]:
     while (scored := asked.next()) is not None:
         with answers.asking(Question(found, scored, len(asked.verdicts) + 1, TRIES * count)):
             asked.take(scored, _verdict(found, scored, answers))
+    answers.expected = asked.expected
     offers = asked.offers()
     rows = {family(offer.scored) for offer in offers}
     answers.notes += [MERGED] if rows & merged else []

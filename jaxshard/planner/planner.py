@@ -226,7 +226,7 @@ def offered(found: Search, given: Given, confirm: int, asking: Asking = nullcont
         )
     notes += order_notes(found, plans)
     left_out = excluded(found.config, found.arch, found.target, pins_of(found.config, given.options))
-    return [replace(plan, reasons=(*reasons(found, plan.scored), *left_out)) for plan in plans], notes
+    return [replace(plan, reasons=(*reasons(found, plan.scored, answers.expected), *left_out)) for plan in plans], notes
 
 
 def order_notes(found: Search, plans: list[Plan]) -> list[str]:
