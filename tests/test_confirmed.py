@@ -112,6 +112,34 @@ def test_compiled_and_analytic_times_agree(target, config, factor):
     assert slower == sorted(slower)
 
 
+@pytest.mark.slow
+@needs_gpu
+@pytest.mark.parametrize("target", ["a100:8", "h100:8"])
+def test_compiled_schedules_overlap_what_the_shapes_assume(target):
+    config = step("llama3-8b", 64, 8192, "dp=8", 3, remat="full", accumulation=4)
+    hardware, shape = parse_target(target), resolve_mesh("dp=8", 8)
+    found = walk(compiled(target, config).result.module, roofline(hardware, {"data": 8}))
+    hidden = sum(found.hidden.values())
+    parts, _ = predict_times(config, architecture(config.model), hardware, [_candidate(config, shape)])
+    ours, exposed = float(np.ravel(parts.data_comm_hidden)[0]), float(np.ravel(parts.data_comm)[0])
+    assert ours / (ours + exposed) == pytest.approx(hidden / (hidden + found.exposed), abs=0.1)
+    assert (hidden > 0.5 * found.exposed) is (target == "h100:8")
+
+
+@pytest.mark.slow
+@needs_gpu
+def test_more_memory_never_gives_a_worse_plan(monkeypatch):
+    config, target = step("llama3.2-3b", 64, 8192, None), parse_target("h100:8")
+    search = lambda limit: ranking.search(config, architecture(config.model), target, pins_of(config, {}), limit)
+    monkeypatch.setattr(confirm, "compile_step", cache(confirm.compile_step))
+    best = []
+    for limit in (30, 50, None):
+        plans, _ = planner.offered(search(limit and limit * 2**30), Given({}), 3)
+        assert plans[0].timeline
+        best.append(float(f"{plans[0].timeline.seconds:.3g}"))
+    assert best == sorted(best, reverse=True)
+
+
 @needs_tpu
 @pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x1"])
 def test_a_tpu_program_fits_exactly_when_the_compiler_takes_it(chip):

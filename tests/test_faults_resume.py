@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxshard.commands import train
 from jaxshard.commands.cli import run, understand
 from jaxshard.commands.generate import _other_tokenizer
 from jaxshard.config import Config, DataConfig, LogConfig, ParallelConfig, TrainConfig

@@ -35,7 +35,7 @@ def test_json_is_the_contract(capsys):
     first = result["plans"][0]
     assert list(first) == [
         *("command", "mesh", "zero", "remat", "microbatches", "accumulation", "offload", "memory", "compiled_peak"),
-        *("fits", "step_seconds", "mfu", "reasons", "compiled_time"),
+        *("fits", "step_seconds", "mfu", "reasons", "compiled_time", "expected_seconds"),
     ]
     assert list(first["memory"]) == [
         *("parameters", "gradients", "optimizer", "master", "activations", "logits", "buffers", "host", "total")

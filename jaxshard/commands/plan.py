@@ -1,6 +1,5 @@
 """The command `plan`: which parallelism for this model on this hardware, before any of it is used."""
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.parallel.mesh import open_devices
+from jaxshard.planner.asking import Progress
 from jaxshard.planner.confirm import tokenizer_size
 from jaxshard.planner.planner import find
 from jaxshard.planner.prediction import is_known
@@ -55,11 +55,7 @@ def run(
             f"{arch.max_seq_len:,}: --data.seq_len."
         )
     _runs(config, arch, hardware)
-    asking = functools.cache(
-        lambda name: console.line(f"asking the compiler for {name} about the best {confirm}, one after the other ...")
-    )
-    silent = lambda name: None
-    found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm, silent if best else asking)
+    found, plans, more = find(config, arch, hardware, given, memory_limit, fewest, confirm, Progress().asking)
     if best:
         console.command(plans[0].command)
     else:

@@ -28,15 +28,22 @@ SIMPLER = float(PREFERENCE @ (4, 3, 3, 1, 1, 1))
 """Share of the time that the simplest layout may take more than the most complicated one and still come first."""
 
 Matches = Callable[[Candidate], bool]
+Expected = Callable[[Scored], float]
 
 
-def reasons(search: Search, plan: Scored) -> list[str]:
-    """Sentences: the situation, the choice, where the time goes, and the neighbours."""
+def reasons(search: Search, plan: Scored, expected: Expected = lambda scored: scored.seconds) -> list[str]:
+    """Sentences: the situation, the choice, where the time goes, and the neighbours.
+
+    Args:
+        search: that the plan is of.
+        plan: a layout that fits.
+        expected: seconds of a layout that fits, as compiled schedules have or suggest them; by default from shapes.
+    """
     return [
         *situation(search, plan),
         *choice(search, plan.candidate),
         *time_of(search, plan),
-        *neighbours(search, plan),
+        *neighbours(search, plan, expected),
     ]
 
 
@@ -44,12 +51,18 @@ def situation(search: Search, plan: Scored) -> Iterator[str]:
     """What the model needs and what the hardware has."""
     whole, limit, target = search.whole_state, search.limit, search.target
     device = f"a device's {gib(limit)}" if limit < float("inf") else "a device"
-    if whole <= limit:
-        yield f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) fits into {device}."
+    parts = f"({gib(whole)}: parameters, masters, moments, one set of gradients)"
+    plain = lambda c: c.zero == 0 and c.offload == "none" and c.shape.model * c.shape.stage == 1
+    whole_step = search.best(plain) if whole <= limit else None
+    if whole > limit:
+        yield f"The whole state {parts} is more than {device}, so it has to be split or moved to host memory."
+    elif whole_step is None or whole_step[0]:
+        yield f"The whole state {parts} fits into {device}."
     else:
         yield (
-            f"The whole state ({gib(whole)}: parameters, masters, moments, one set of gradients) is more than "
-            f"{device}, so it has to be split or moved to host memory."
+            f"The whole state {parts} alone is less than {device}, but a step takes "
+            f"{gib(whole_step[1].memory.total)} with activations and buffers, so it has to be split or moved to host "
+            "memory all the same."
         )
     layer = search.layer_state
     if layer > limit:
@@ -149,8 +162,8 @@ def time_of(search: Search, plan: Scored) -> Iterator[str]:
         yield f"From shapes: MFU {100 * used:.0f} % counting causal attention, {100 * full:.0f} % counting all of it."
 
 
-def neighbours(search: Search, plan: Scored) -> Iterator[str]:
-    """Each neighbour that is legal: it does not fit, or is slower, and why."""
+def neighbours(search: Search, plan: Scored, expected: Expected = lambda scored: scored.seconds) -> Iterator[str]:
+    """Each neighbour that is legal: it does not fit, or is slower, and why; `expected` as in `reasons`."""
     c = plan.candidate
     for name, matches in _neighbours(c):
         found = search.best(matches)
@@ -172,6 +185,9 @@ def neighbours(search: Search, plan: Scored) -> Iterator[str]:
             faster = 1 - other.seconds / plan.seconds
             simpler = PREFERENCE @ other.candidate.complexity <= PREFERENCE @ c.complexity
             why = ", less than its error, and less simple" if faster < SIMPLER and not simpler else ""
+            slower = expected(other) / expected(plan) - 1
+            if slower > 0:
+                why = f", but {100 * slower:.1f} % slower as the compiled schedules have it"
             yield f"{name}: {100 * faster:.1f} % faster by the prediction from shapes{why}."
 
 

@@ -1,18 +1,22 @@
 """Asks the real compiler about a configuration, and about the plans of a search, on targets that may be absent."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import jax
 
 from jaxshard.analysis.memory import gib
-from jaxshard.analysis.timeline import Timeline, timeline
+from jaxshard.analysis.timeline import timeline
 from jaxshard.config import Config
 from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
-from jaxshard.planner.host_memory import host_limit, within_host
-from jaxshard.planner.ranking import Scored, Search, same_program
-from jaxshard.planner.search import Candidate, apply, words
+from jaxshard.planner.correction import Correction
+from jaxshard.planner.exploration import TRIES, Asked, Offer, Verdict, distinct, family
+from jaxshard.planner.host_memory import host_limit
+from jaxshard.planner.ranking import Scored, Search
+from jaxshard.planner.search import apply, words
 from jaxshard.training.program import Program, build_program
 from jaxshard.xla.absent import devices_for, mesh_for, shape_for
 from jaxshard.xla.compile import Compiled, DoesNotFit, compile_for
@@ -25,8 +29,6 @@ ON_CHIP = 128 * 2**20
 """Bytes of on-chip memory of a TPU, where the compiler places temporaries that the closed form counts: VMEM of a v5e or
 v6e, of both cores of a v5p, and CMEM of a v4 (jax-ml.github.io/scaling-book, part 2; Jouppi et al. 2023, TPU v4)."""
 MERGED = "A step of one pass over its batch is the same program with ZeRO-1 and ZeRO-2: its row says 1."
-TRIES = 3
-"""Compilations for each plan to be confirmed, at most, where the compiler refuses."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,6 @@ class Confirmed:
 
     program: Program
     result: Compiled | DoesNotFit
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the compiler says about a layout."""
-
-    good: bool
-    peak: int | None = None
-    """Bytes on a device; None where it was not asked or cannot say."""
-    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +49,18 @@ class Refused:
     sentence: str
 
 
+@dataclass(frozen=True)
+class Question:
+    """A layout that the compiler is about to be asked about."""
+
+    found: Search
+    scored: Scored
+    number: int
+    """From 1."""
+    most: int
+    """Questions at most."""
+
+
 @dataclass
 class Answers:
     """What the compiler says beside its verdicts."""
@@ -64,8 +68,10 @@ class Answers:
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
     refused: list[Refused] = field(default_factory=list)
-    asking: Callable[[str], None] = lambda name: None
-    """Called with the target's name before each compilation."""
+    expected: Callable[[Scored], float] = lambda scored: scored.seconds
+    """Seconds of a layout that fits: of its compiled schedule, or from shapes as compiled schedules correct them."""
+    asking: Callable[[Question], AbstractContextManager[object]] = nullcontext
+    """Entered for each compilation."""
 
     def refuse(self, scored: Scored, why: str, needs: int = 0) -> Verdict:
         """Takes a refusal down."""
@@ -123,8 +129,8 @@ def tokenizer_size(config: Config) -> int | None:
     return None if isinstance(tokenizer, IdTokenizer) else tokenizer.vocab_size
 
 
-def confirmed(found: Search, count: int, answers: Answers) -> Iterator[tuple[Scored, Verdict]]:
-    """Fitting layouts in order, the best of each mesh and ZeRO stage, the first `count` with the compiler's verdict.
+def confirmed(found: Search, count: int, answers: Answers) -> list[Offer]:
+    """Fitting layouts, the best of each mesh and ZeRO stage, fastest first; at least `count` as the compiler sees them.
 
     Where nothing should fit, or the compiler refuses all that should, it is asked about the least of what is a little
     too large by the closed form.
@@ -134,64 +140,52 @@ def confirmed(found: Search, count: int, answers: Answers) -> Iterator[tuple[Sco
         count: 0 asks nothing.
         answers: takes what is said of each layout that is not offered.
     """
-    near = (_too_large(found, count, answers, on_host) for on_host in (False, True))
-    for offers in (_fitting(found, count, answers), *near):
-        first = next(offers, None)
-        if first is not None:
-            yield first
-            yield from offers
-            return
+    for offers in (
+        lambda: _fitting(found, count, answers),
+        lambda: _too_large(found, count, answers, on_host=False),
+        lambda: _too_large(found, count, answers, on_host=True),
+    ):
+        if offered := offers():
+            return offered
+    return []
 
 
-def _too_large(found: Search, count: int, answers: Answers, on_host: bool) -> Iterator[tuple[Scored, Verdict]]:
-    """What the compiler takes of the `count` least that are a little too large by the closed form."""
+def _too_large(found: Search, count: int, answers: Answers, on_host: bool) -> list[Offer]:
+    """What the compiler takes of the `count` least that are a little too large by the closed form, fastest first."""
     if count == 0:
-        return
+        return []
     spare = ON_CHIP if found.target.chip.platform == "tpu" else 0
     near = found.above(EDGE * found.allowed + spare)
     if on_host:
         near = [scored for scored in near if 0 < scored.memory.host <= host_limit(found.target)]
     else:
         near = [scored for scored in near if scored.memory.host == 0]
-    for scored in near[:count]:
-        verdict = _verdict(found, scored, answers)
+    offers = []
+    for number, scored in enumerate(near[:count], 1):
+        with answers.asking(Question(found, scored, number, min(count, len(near)))):
+            verdict = _verdict(found, scored, answers)
         if verdict.peak is not None:  # an estimate alone says that it does not fit
-            yield scored, verdict
+            offers.append(Offer(scored, verdict, verdict.timeline.seconds if verdict.timeline else scored.seconds))
+    return sorted(offers, key=lambda offer: offer.expected) if found.timed else offers
 
 
-def _fitting(found: Search, count: int, answers: Answers) -> Iterator[tuple[Scored, Verdict]]:
-    """After a refusal the next smaller layout of the same mesh and stage has its turn."""
-    done: set[tuple] = set()
-    seen: dict[Candidate, bool] = {}  # whether it is offered
-    refused: dict[tuple, int] = {}
-    good = asked = 0
-    for scored in within_host(found):
-        key = (scored.candidate.shape, scored.candidate.zero)
-        if key in done or scored.memory.total >= refused.get(key, scored.memory.total + 1):
-            continue
-        lower = replace(scored.candidate, zero=1)
-        if scored.candidate.zero == 2 and lower in seen and same_program(found.config, lower, scored.candidate):
-            if seen[lower]:
-                done.add(key)
-                answers.notes += [MERGED] if MERGED not in answers.notes else []
-            continue
-        if good >= count:
-            if key not in refused:
-                done.add(key)
-                seen[scored.candidate] = True
-                yield scored, Verdict(True)
-            continue
-        if asked == TRIES * count:
-            return
-        asked += 1
-        verdict = _verdict(found, scored, answers)
-        seen[scored.candidate] = verdict.good
-        if not verdict.good:
-            refused[key] = scored.memory.total
-            continue
-        good += 1
-        done.add(key)
-        yield scored, verdict
+def _fitting(found: Search, count: int, answers: Answers) -> list[Offer]:
+    """Asks about `count` layouts, each of another mesh or stage, and then about whatever may still be faster.
+
+    What a compiled schedule shows corrects the times from shapes of the layouts that are like it, so the next question
+    goes to another kind when one came out slow, and to smaller layouts of the same mesh when it lay near the edge of
+    the memory. More memory therefore adds layouts to choose from and takes none away.
+    """
+    pool, merged = distinct(found)
+    asked = Asked(count, pool, Correction(found.target.chip.usable_bytes or math.inf))
+    while (scored := asked.next()) is not None:
+        with answers.asking(Question(found, scored, len(asked.verdicts) + 1, TRIES * count)):
+            asked.take(scored, _verdict(found, scored, answers))
+    answers.expected = asked.expected
+    offers = asked.offers()
+    rows = {family(offer.scored) for offer in offers}
+    answers.notes += [MERGED] if rows & merged else []
+    return offers
 
 
 def _verdict(found: Search, scored: Scored, answers: Answers) -> Verdict:
@@ -206,7 +200,6 @@ def _verdict(found: Search, scored: Scored, answers: Answers) -> Verdict:
     c = scored.candidate
     on_host = c.offload != "none" or c.remat == "offload"
     config = apply(found.config, c)
-    answers.asking(found.target.name)
     try:
         result = compile_step(config, found.target, tokenizer_size(config)).result
     except (InputError, jax.errors.JaxRuntimeError) as error:

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +12,18 @@ from jaxshard.config import Config
 from jaxshard.config.options import Given, options_of
 from jaxshard.models.presets import Architecture
 from jaxshard.planner.advice import reasons
-from jaxshard.planner.confirm import Answers, compiler_missing, confirmed
+from jaxshard.planner.confirm import Answers, Question, compiler_missing, confirmed
+from jaxshard.planner.excluded import excluded
 from jaxshard.planner.host_memory import fitting_parts, within_host
-from jaxshard.planner.ranking import PREFERENCE, Scored, Search
+from jaxshard.planner.ranking import Scored, Search
 from jaxshard.planner.refusal import NothingFits, refused, searched
-from jaxshard.planner.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
+from jaxshard.planner.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of, words
 from jaxshard.xla.hardware import Target
 
 ROWS = 10
 """Plans in the table."""
+
+Asking = Callable[[Question], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Plan:
     reasons: tuple[str, ...] = ()
     timeline: Timeline | None = None
     """Of the compiled schedule; None where it was not compiled or the machine's speed is not known."""
+    expected: float | None = None
+    """Seconds by which plans are in order: of the compiled schedule, or those from shapes as the compiled schedules of
+    others correct them; None where the machine's speed is not known."""
 
     def as_json(self) -> dict[str, Any]:
         """The plan as `plan --json` prints it."""
@@ -55,6 +62,7 @@ class Plan:
             "mfu": self.mfu,
             "reasons": list(self.reasons),
             "compiled_time": None if self.timeline is None else self.timeline.as_json(),
+            "expected_seconds": self.expected,
         }
 
 
@@ -66,13 +74,13 @@ def find(
     memory_limit: float | None,
     fewest: bool,
     confirm: int,
-    asking: Callable[[str], None] = lambda name: None,
+    asking: Asking = nullcontext,
 ) -> tuple[Search, list[Plan], list[str]]:
     """The search of a target, or of the smallest part of it with a plan, its plans, and notes as of `offered`.
 
     Args:
         memory_limit: GiB.
-        asking: called with a target's name before each compilation.
+        asking: entered for each compilation.
 
     Raises:
         InputError: nothing is legal, or nothing fits.
@@ -86,10 +94,8 @@ def find(
     return found, *offered(found, given, confirm, asking)
 
 
-def offered(
-    found: Search, given: Given, confirm: int, asking: Callable[[str], None] = lambda name: None
-) -> tuple[list[Plan], list[str]]:
-    """Plans, best first, and notes. The best `confirm` have been compiled; what the compiler refuses is left out.
+def offered(found: Search, given: Given, confirm: int, asking: Asking = nullcontext) -> tuple[list[Plan], list[str]]:
+    """Plans, best first, and notes. `confirm` or more have been compiled; what the compiler refuses is left out.
 
     Raises:
         InputError: nothing fits, or the compiler refuses everything that it was asked about.
@@ -104,12 +110,11 @@ def offered(
         notes.append("Times are predictions from shapes and datasheets; docs/time-model.md has their error so far.")
     plans: list[Plan] = []
     answers = Answers(notes, asking=asking)
-    for scored, verdict in confirmed(found, confirm, answers):
+    for offer in confirmed(found, confirm, answers)[:ROWS]:
+        scored, verdict = offer.scored, offer.verdict
         command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
-        seconds = scored.seconds if found.timed else None
-        plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline))
-        if len(plans) == ROWS:
-            break
+        seconds, expected = (scored.seconds, offer.expected) if found.timed else (None, None)
+        plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline, expected))
     if not plans:
         if not within_host(found):
             raise refused(found, pins_of(found.config, given.options), found.memory_limit, answers)
@@ -119,21 +124,25 @@ def offered(
         notes.append(
             "Memory is that of the fullest moment of a step; where that is the loss, gradients are 0: none exist yet."
         )
-    ordered, first = by_compiled_time(plans), plans[0].scored.candidate
-    if ordered[0] is not plans[0]:
+    notes += order_notes(found, plans)
+    left_out = excluded(found.config, found.arch, found.target, pins_of(found.config, given.options))
+    return [replace(plan, reasons=(*reasons(found, plan.scored, answers.expected), *left_out)) for plan in plans], notes
+
+
+def order_notes(found: Search, plans: list[Plan]) -> list[str]:
+    """What is to be known about the order, where some plans were compiled."""
+    if not any(plan.timeline for plan in plans):
+        return []
+    notes = []
+    for first in within_host(found)[:1]:
+        if first.candidate != plans[0].scored.candidate:
+            notes.append(f"From shapes alone {words(first.candidate)} would come first.")
+    if not plans[0].timeline:
         notes.append(
-            f"From shapes {first.shape} with ZeRO-{first.zero} comes first; the plans that were compiled stand in the "
-            "order of their compiled schedules."
+            "The first plan was not compiled: its time is from shapes, corrected. --confirm with a larger number asks "
+            "about more."
         )
-    return [replace(plan, reasons=tuple(reasons(found, plan.scored))) for plan in ordered], notes
-
-
-def by_compiled_time(plans: list[Plan]) -> list[Plan]:
-    """The plans whose schedule is known in its order, a simpler one before one that is hardly faster; the others stay
-    where they are."""
-    seconds = lambda plan: plan.timeline.seconds * (1 + PREFERENCE @ plan.scored.candidate.complexity)
-    known = iter(sorted((plan for plan in plans if plan.timeline), key=seconds))
-    return [next(known) if plan.timeline else plan for plan in plans]
+    return notes
 
 
 def command_line(config: Config, candidate: Candidate, given: Given, platform: str) -> str:
@@ -166,8 +175,7 @@ def command_line(config: Config, candidate: Candidate, given: Given, platform: s
         if "config" in given.options:
             chosen["devices"] = "auto"
     kept = {name: text for name, text in given.options.items() if name not in dropped}
-    words = ["python", "run.py", *_words(kept), *_words(chosen)]
-    return shlex.join(words)
+    return shlex.join(["python", "run.py", *_words(kept), *_words(chosen)])
 
 
 def _words(options: Mapping[str, str | None]) -> Iterator[str]:

@@ -17,6 +17,11 @@ from jaxshard.xla.hardware import Target
 NOMINAL = Machine(1e12, 50e9, 10e9, MatrixUnits(8, 16, 0.9), Fabric(64, 10e9, 1e9))
 """Stands in for machines whose figures are not known (a CPU): it ranks layouts, and no seconds are quoted from it."""
 
+OVERLAP = {"a100": 0.0}
+"""Chip -> `Software.overlap` where its compiler by default does otherwise than `XLA` says. For A100s nothing overlaps:
+XLA's latency-hiding scheduler runs by itself only from Hopper on, where its cost model knows the GPU (openxla/xla,
+sol_latency_estimator.cc: IsSupportedForModule); docs/time-model.md has what compiled schedules show."""
+
 
 def machine_of(target: Target) -> Machine:
     """The target for the time model; `NOMINAL`, but for a measured network, where its figures are not known."""
@@ -37,7 +42,8 @@ def predict_times(
     train = config.train
     fused = target.chip.platform == "gpu" and train.precision not in ("fp32", "fp64") and arch.attention != "xla"
     rows = stack([_parallelism(config, c) for c in layouts])
-    parts = step_time(arch, rows, machine_of(target), config.data.seq_len, XLA if fused else XLA_UNFUSED)
+    software = replace(XLA if fused else XLA_UNFUSED, overlap=OVERLAP.get(target.chip.name, XLA.overlap))
+    parts = step_time(arch, rows, machine_of(target), config.data.seq_len, software)
     return parts, np.broadcast_to(np.asarray(parts.total, float), (len(layouts),))
 
 

@@ -46,15 +46,17 @@ def speed_note(plans: list[Plan]) -> str:
     """What the mark in the table says; empty where all speeds are of one kind."""
     if len({plan.timeline is None for plan in plans}) < 2 or not all(plan.seconds for plan in plans):
         return ""
+    factors = sorted(p.expected / p.seconds for p in plans if p.expected and p.seconds and not p.timeline)
+    times = f"{factors[0]:.2f}" + (f" to {factors[-1]:.2f}" if f"{factors[0]:.2f}" != f"{factors[-1]:.2f}" else "")
     return (
-        f"{ABOUT} tokens/s and MFU from shapes; of the other plans from the compiled schedule, which is mostly slower: "
-        "between the two compare s/step, from shapes for all."
+        f"{ABOUT} not compiled: tokens/s, MFU and place in the order from s/step times {times}, which is what layouts "
+        "of the same kind took when they were compiled; of the other plans from the compiled schedule."
     )
 
 
 def _row(plan: Plan, tokens: int, mark: str) -> tuple[object, ...]:
     c, memory = plan.scored.candidate, plan.scored.memory
-    seconds = plan.timeline.seconds if plan.timeline else plan.seconds
+    seconds = plan.expected
     chunks = f" x{c.virtual_stages}" if c.virtual_stages else ""
     return (
         str(c.shape) + (" sp" if c.sequence_parallel else ""),
