@@ -244,7 +244,10 @@ def report(args: argparse.Namespace) -> str:
         parts.append(table(accuracy(rows, constants, conditions)))
         if args.known:
             known = joined(read(path) for path in args.known)
-            parts.append(table(accuracy(unseen(rows, known), constants, conditions, known)))
+            asked = unseen(rows, known)
+            if not len(asked.ms):
+                raise InputError("--known: it has rows of every group of --measured; none is left to predict")
+            parts.append(table(accuracy(asked, constants, conditions, known)))
         if args.cross_validate:
             parts.append(table(cross_validate(rows, conditions)))
         if args.residuals:
@@ -266,7 +269,7 @@ def main() -> int:
     for flag in ("--residuals", "--fit", "--cross-validate", "--published"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
-    if not args.measured and not args.published:
+    if not args.measured and (args.known or not args.published):
         parser.error("give --measured FILE.csv [FILE.csv ...], or --published")
     try:
         text = report(args)

@@ -120,13 +120,14 @@ def test_rows_are_predicted_under_their_stated_conditions(tmp_path):
         (["--target", "cpu:8"], "no step time can be predicted"),
         (["--measured", "absent.csv"], "cannot be read"),
         (["--known", "absent.csv"], "cannot be read"),
+        (["--known", "rows.csv"], "none is left to predict"),
     ],
 )
 def test_bad_input_to_the_accuracy_script_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
     accuracy = benchmark("planner_accuracy")
-    monkeypatch.setattr(
-        sys, "argv", ["planner_accuracy.py", "--measured", written(tmp_path / "rows.csv", ROW), *arguments]
-    )
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "rows.csv", ROW)
+    monkeypatch.setattr(sys, "argv", ["planner_accuracy.py", "--measured", "rows.csv", *arguments])
     assert accuracy.main() == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
