@@ -6,7 +6,8 @@
     ... --target h100:64       another machine than the rows' (default: A100s, 800 Gbit/s between nodes of eight)
     ... --remat none           another condition than the one stated for the rows (default: full recomputation)
     ... --fit                  fits the constants of jaxshard/analysis/efficiency.py again and prints them
-    ... --cross-validate       predicts rows that the constants were not fitted on: each group by the others, and so on
+    ... --cross-validate       predicts rows that the constants were not fitted on: fifths of the groups, widths, counts
+    ... --known C.csv          corrects the predictions by these measured rows; groups that are in them are left out
     python benchmarks/planner_accuracy.py --published              compares with published runs
 
 Rows: gpus, global_batch, microbatch_sequences, d_model, n_heads, n_layers, seq_len, tp, dp, pp, measured_ms (columns of
@@ -15,15 +16,26 @@ global batch; regret is how much slower than its group's best row the row is tha
 """
 
 import argparse
-import csv
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from block_evidence import corrected
+from measured_rows import (
+    Rows,
+    by_rule,
+    fifths,
+    joined,
+    kinds,
+    rank_correlation,
+    read,
+    regrets,
+    split_by_nodes,
+    splits,
+    unseen,
+)
 from published_runs import published
 
 from jaxshard.analysis.cost import Parallelism, step_time
@@ -35,12 +47,8 @@ from jaxshard.models.presets import Architecture, architecture
 from jaxshard.xla.hardware import parse_target
 
 VOCABULARY = 50257
-NODE = 8
-"""GPUs of a node."""
 MACHINE = machine(parse_target("a100:512").with_network(12.5e9))
 """800 Gbit/s between nodes are 12.5 GB/s for each of their GPUs."""
-KEY = ("d_model", "n_heads", "n_layers", "seq_len", "gpus", "global_batch")
-COLUMNS = (*KEY, "microbatch_sequences", "tp", "dp", "pp", "measured_ms")
 
 BOUNDS = {
     "misaligned": (0.05, 0.98),
@@ -48,46 +56,8 @@ BOUNDS = {
     "engine": (5e-6, 60e-6),
     "long_rows": (1.0, 3.0),
     "rendezvous": (10e-6, 400e-6),
-    "host_skew": (1e-6, 100e-6),
 }
 """Fitted constants, and what is still physical."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Measured rows as columns."""
-
-    columns: dict[str, np.ndarray]
-
-    @property
-    def ms(self) -> np.ndarray:
-        return self.columns["measured_ms"]
-
-    def groups(self) -> list[np.ndarray]:
-        """Row numbers of each group."""
-        found: dict[tuple, list[int]] = defaultdict(list)
-        for index, key in enumerate(zip(*(self.columns[name] for name in KEY), strict=True)):
-            found[key].append(index)
-        return [np.array(rows) for rows in found.values()]
-
-    def where(self, keep: np.ndarray) -> "Rows":
-        return Rows({name: column[keep] for name, column in self.columns.items()})
-
-
-def read(path: str) -> Rows:
-    """Raises InputError for a file that is missing, has other columns, or holds something that is no number."""
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    missing = [name for name in COLUMNS if not rows or name not in rows[0]]
-    if missing:
-        raise InputError(f"{path}: no column {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
-    try:
-        return Rows({name: np.array([float(row[name]) for row in rows]) for name in COLUMNS})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{path}: a value is no number: {error}") from error
 
 
 def setup(rows: Rows, remat: str = "full") -> tuple[Architecture, Parallelism, np.ndarray]:
@@ -128,38 +98,24 @@ class Conditions:
 STATED = Conditions()
 
 
-def regrets(rows: Rows, predicted: np.ndarray) -> np.ndarray:
-    """Per group of two or more rows: measured time of the picked row over the best, minus 1, in per cent."""
-    cost = lambda group: rows.ms[group[np.argmin(predicted[group])]] / rows.ms[group].min() - 1
-    return 100 * np.array([cost(group) for group in rows.groups() if len(group) > 1])
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's, ties ignored."""
-    order = lambda x: np.argsort(np.argsort(x))
-    return float(np.corrcoef(order(a), order(b))[0, 1])
-
-
 def summary(rows: Rows, predicted: np.ndarray) -> dict[str, float]:
     """Errors and regret in per cent, and the mean rank correlation within groups."""
     error = 100 * np.abs(predicted / rows.ms - 1)
     regret = regrets(rows, predicted)
+    rule = regrets(rows, by_rule(rows))
     ranks = [rank_correlation(predicted[g], rows.ms[g]) for g in rows.groups() if len(g) > 2]
+    some = lambda value, values: float(value(values)) if len(values) else float("nan")
     return {
         "rows": len(error),
         "groups": len(regret),
         "MAPE %": error.mean(),
         "median error %": float(np.median(error)),
-        "rank correlation": float(np.mean(ranks)) if ranks else float("nan"),
-        "regret median %": float(np.median(regret)) if len(regret) else float("nan"),
-        "regret p90 %": float(np.percentile(regret, 90)) if len(regret) else float("nan"),
-        "regret max %": regret.max() if len(regret) else float("nan"),
+        "rank correlation": some(np.mean, ranks),
+        "regret median %": some(np.median, regret),
+        "regret p90 %": some(lambda found: np.percentile(found, 90), regret),
+        "regret max %": some(np.max, regret),
+        "rule's p90 %": some(lambda found: np.percentile(found, 90), rule),
     }
-
-
-def joined(parts: Iterable[Rows]) -> Rows:
-    parts = list(parts)
-    return Rows({name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns})
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
@@ -171,17 +127,20 @@ def table(found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def split_by_nodes(rows: Rows) -> dict[str, Rows]:
-    single = rows.columns["gpus"] <= NODE
-    parts = {"one node": rows.where(single), "several nodes": rows.where(~single)}
-    return {name: part for name, part in parts.items() if len(part.ms)}
-
-
 def accuracy(
-    rows: Rows, constants: Constants | None = None, conditions: Conditions = STATED
+    rows: Rows, constants: Constants | None = None, conditions: Conditions = STATED, known: Rows | None = None
 ) -> dict[str, dict[str, float]]:
+    """Errors by kind of row; with `known` rows the predictions are corrected by them."""
     parts = split_by_nodes(rows) | {"all": rows}
-    return {name: summary(part, conditions.predict(part, constants)) for name, part in parts.items()}
+    return {name: summary(part, informed(part, known, constants, conditions)) for name, part in parts.items()}
+
+
+def informed(rows: Rows, known: Rows | None, constants: Constants | None, conditions: Conditions) -> np.ndarray:
+    """Milliseconds of every row, corrected by measured rows of the same machine if there are any."""
+    predicted = conditions.predict(rows, constants)
+    if known is None:
+        return predicted
+    return corrected(known.columns, known.ms / conditions.predict(known, constants), rows.columns, predicted)
 
 
 def residuals(rows: Rows, predicted: np.ndarray) -> str:
@@ -206,7 +165,7 @@ def loss(rows: Rows, predicted: np.ndarray, allowed: float = 0.05, weight: float
     0.3 % of the smallest.
     """
     total = 0.0
-    for kind in _kinds(rows):
+    for kind in kinds(rows):
         part, guess = rows.where(kind), predicted[kind]
         costs = [
             np.log(part.ms[group][guess[group] <= 1.003 * guess[group].min()].max() / part.ms[group].min())
@@ -214,11 +173,6 @@ def loss(rows: Rows, predicted: np.ndarray, allowed: float = 0.05, weight: float
         ]
         total += np.abs(np.log(guess / part.ms)).mean() + weight * max(0.0, np.percentile(costs, 90) - allowed)
     return float(total)
-
-
-def _kinds(rows: Rows) -> list[np.ndarray]:
-    single = rows.columns["gpus"] <= NODE
-    return [kind for kind in (single, ~single) if kind.any()]
 
 
 def fit(rows: Rows, generations: int = 250, conditions: Conditions = STATED) -> Constants:
@@ -237,35 +191,24 @@ def fit(rows: Rows, generations: int = 250, conditions: Conditions = STATED) -> 
 def cross_validate(rows: Rows, conditions: Conditions = STATED) -> dict[str, dict[str, float]]:
     """Errors on rows that the constants were not fitted on.
 
-    Each group is predicted with constants fitted on all others; then whole widths, halves of the groups, and all rows
-    of several nodes are held out.
+    Fifths of the groups, each predicted with constants fitted on the others, once more with the others' rows known;
+    then whole widths and device counts of one node, and all rows of several nodes.
     """
     found = {}
-    alone = np.zeros(len(rows.ms))
-    for group in rows.groups():
-        held = np.isin(np.arange(len(alone)), group)
-        alone[held] = conditions.predict(rows.where(held), fit(rows.where(~held), 25, conditions))
-    for name, kind in split_by_nodes(rows).items():
-        here = rows.columns["gpus"] <= NODE if name == "one node" else rows.columns["gpus"] > NODE
-        found[f"each group by all others ({name})"] = summary(kind, alone[here])
-    for name, held in _splits(rows).items():
+    alone, aided, fifth = np.zeros(len(rows.ms)), np.zeros(len(rows.ms)), fifths(rows)
+    for held in (fifth == part for part in range(5)):
+        rest = rows.where(~held)
+        constants = fit(rest, 40, conditions)
+        alone[held] = conditions.predict(rows.where(held), constants)
+        aided[held] = informed(rows.where(held), rest, constants, conditions)
+    for name, kind in zip(split_by_nodes(rows), kinds(rows), strict=True):
+        found[f"fifths of the groups ({name})"] = summary(rows.where(kind), alone[kind])
+        found[f"the same, the other fifths' rows known ({name})"] = summary(rows.where(kind), aided[kind])
+    for name, held in splits(rows).items():
         if held.any() and not held.all():
-            constants = fit(rows.where(~held), 60, conditions)
-            by_kind = accuracy(rows.where(held), constants, conditions)
-            found |= {f"{name} ({kind})": row for kind, row in by_kind.items() if kind != "all"}
+            constants = fit(rows.where(~held), 40, conditions)
+            found[name] = summary(rows.where(held), conditions.predict(rows.where(held), constants))
     return found
-
-
-def _splits(rows: Rows) -> dict[str, np.ndarray]:
-    """Name -> rows that are held out."""
-    c = rows.columns
-    single = c["gpus"] <= NODE
-    number = np.zeros(len(rows.ms), int)
-    for position, group in enumerate(rows.groups()):
-        number[group] = position
-    found = {f"d_model {w:.0f}": single & (c["d_model"] == w) for w in sorted({*c["d_model"][single]})}
-    found |= {f"d_model {w:.0f}": ~single & (c["d_model"] == w) for w in sorted({*c["d_model"][~single]})}
-    return found | {f"every other group, {half}": number % 2 == half for half in (0, 1)} | {"clusters": ~single}
 
 
 def speed(count: int = 10_000) -> float:
@@ -299,6 +242,12 @@ def report(args: argparse.Namespace) -> str:
             constants = fit(rows, conditions=conditions)
             print(*(f"{name} = {getattr(constants, name):.4g}" for name in BOUNDS), sep="\n")
         parts.append(table(accuracy(rows, constants, conditions)))
+        if args.known:
+            known = joined(read(path) for path in args.known)
+            asked = unseen(rows, known)
+            if not len(asked.ms):
+                raise InputError("--known: it has rows of every group of --measured; none is left to predict")
+            parts.append(table(accuracy(asked, constants, conditions, known)))
         if args.cross_validate:
             parts.append(table(cross_validate(rows, conditions)))
         if args.residuals:
@@ -313,13 +262,14 @@ def main() -> int:
     """Predicts the rows of a file and prints the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", nargs="+", default=[])
+    parser.add_argument("--known", nargs="+", default=[])
     parser.add_argument("--output")
     parser.add_argument("--target", default="a100:512")
     parser.add_argument("--remat", choices=("full", "none"), default="full")
     for flag in ("--residuals", "--fit", "--cross-validate", "--published"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
-    if not args.measured and not args.published:
+    if not args.measured and (args.known or not args.published):
         parser.error("give --measured FILE.csv [FILE.csv ...], or --published")
     try:
         text = report(args)

@@ -285,6 +285,26 @@ def test_the_host_is_late_in_each_pass_by_itself():
     assert float(found.idle) == pytest.approx(waits)
 
 
+def test_collectives_come_on_top_of_launching():
+    """In eager frameworks the device waits for the host as long, however slow the collectives of the model axis are."""
+    layout = Parallelism(model=2, sequences=2, precision="fp16")
+    slower = replace(Constants(), fast_links=0.3)
+    fast, slow = (step_time(GPT2, layout, H100, 1024, MEGATRON_DEEPSPEED, c) for c in (Constants(), slower))
+    assert float(fast.idle) > 0 and float(slow.idle) == pytest.approx(float(fast.idle))
+    assert float(slow.total - fast.total) == pytest.approx(float(slow.model_comm - fast.model_comm))
+
+
+@pytest.mark.parametrize("sequences, tp, split", [(1, 4, False), (1, 8, True), (2, 8, False)])
+def test_a_fused_softmax_takes_scores_in_fours(sequences, tp, split):
+    """Of 16 heads 4 are left for each device 4-way, 2 are left 8-way."""
+    layout = Parallelism(model=tp, sequences=sequences, precision="fp16")
+    anything = replace(MEGATRON_DEEPSPEED, softmax_heads=1)
+    whole, found = (block(GPT2, layout, Rates(H100, Constants(), s, 2), 1024) for s in (anything, MEGATRON_DEEPSPEED))
+    for before, after, each in zip(whole, found, (Constants().dispatch, Constants().engine), strict=True):
+        assert float(after.host - before.host) == pytest.approx(4 * each if split else 0.0)
+        assert (float(after.attention) > float(before.attention)) == split
+
+
 def test_odd_sizes_slow_matmuls_down_step_by_step():
     rates = Rates(H100, Constants(), MEGATRON_DEEPSPEED, 2)
     shares = [float(rates.matmul(8192, 8192, 8192 * 8 + odd)) for odd in (0, 4, 2, 1)]

@@ -12,28 +12,28 @@ from typing import Literal
 class Constants:
     """Shares of datasheet figures that real kernels reach, and the time that software adds."""
 
-    misaligned: float = 0.51
+    misaligned: float = 0.43
     """Share of the chip's best matmul (`MATRIX_UNITS`) that a matmul of 16-bit numbers reaches when its rows start at
     multiples of 2 bytes only (a vocabulary of odd size): tensor cores then load number by number. From 16 bytes on
     nothing is lost, and each halving below costs the same factor. Fitted."""
     memory: float = 0.61
     """Share of the memory bandwidth that element-wise kernels and the optimizer of a compiled program reach in effect:
     what published runs on H100 suggest (docs/time-model.md)."""
-    dispatch: float = 89e-6
+    dispatch: float = 93e-6
     """Seconds that the host needs to launch one kernel of an eager framework from Python, forward. Fitted."""
-    engine: float = 21e-6
-    """The same in the backward pass, which autograd's engine launches without Python. Fitted."""
-    long_rows: float = 2.4
+    engine: float = 5e-6
+    """The same in the backward pass, which autograd's engine launches without Python. Fitted; at its lower bound, which
+    is what a launch costs in CUDA itself."""
+    long_rows: float = 2.3
     """Times that an eager framework's kernels over attention scores take longer when a row holds more than 1024: its
     fused softmax keeps a row in the registers of one warp, and fewer warps then fit. Fitted."""
     kernel_gap: float = 1e-6
     """Seconds added to every kernel of an eager framework whose host is ahead of the device: the low end of what NVIDIA
     states for kernels that wait in a queue (1 to 3 us)."""
-    rendezvous: float = 32e-6
-    """Seconds that a collective of an eager framework takes besides moving bytes, of the device and of the host: its
-    launch, two stream waits and the meeting of all members. Fitted."""
-    host_skew: float = 3e-6
-    """Seconds that each further member adds to a launch-bound collective, which waits for the slowest host. Fitted."""
+    rendezvous: float = 85e-6
+    """Seconds that a collective of an eager framework takes besides moving bytes: its launch, two stream waits and the
+    meeting of all members; no launching of other kernels hides it. Fitted; nccl-tests on A100 leave 43 to 108 beside
+    the bytes (VIA-Research/vTrain, trace/a100, 2 to 32 MiB, 2 to 8 GPUs)."""
     slow_links: float = 0.9
     """Share of the bandwidth between hosts that collectives reach (InfiniBand: 92 % in perftest, 85 to 92 % in
     published nccl-tests)."""
@@ -63,6 +63,9 @@ class Kernels:
     """Over the attention's values [tokens, H Dh / model]: layout changes, rotary positions, biases."""
     scores: tuple[float, ...]
     """Over the attention scores [b, H / model, T, T], when attention is not fused."""
+    split_softmax: tuple[float, ...] = ()
+    """What comes on top where one kernel for scale, mask and softmax does not take the scores: conversion to 32
+    bits and back, scale and mask by themselves."""
 
     @property
     def count(self) -> int:
@@ -79,6 +82,9 @@ class Software:
     backward: Kernels
     eager: bool
     """The host launches kernel by kernel; otherwise the compiled program runs without it."""
+    softmax_heads: int = 1
+    """Its kernel for scale, mask and softmax takes [T, T] scores of a multiple of so many heads and sequences only;
+    others go through one kernel after another (`Kernels.split_softmax`)."""
     kernel_gap: float | None = None
     """Seconds added to every kernel; None takes the constant of eager frameworks."""
     memory: float | None = None
@@ -136,10 +142,13 @@ MEGATRON_DEEPSPEED = Software(
     name="Megatron-DeepSpeed",
     attention="unfused",
     # Norm; bias + dropout + residual (with its mask); GELU with bias; layout of the context; softmax, dropout.
-    forward=Kernels(wide=(4, 4, 7, 7), hidden=(4,), heads=(4,), scores=(4, 5)),
+    forward=Kernels(wide=(4, 4, 7, 7), hidden=(4,), heads=(4,), scores=(4, 5), split_softmax=(6, 8, 9, 6)),
     # Norm and its two parameter sums; dropout, bias sum, residual sum; GELU and bias sum; layouts of q, k, v, context.
-    backward=Kernels(wide=(6, 6, 2, 2, 5, 5, 2, 2, 6, 6), hidden=(6, 2), heads=(4, 12, 6), scores=(6, 5)),
+    backward=Kernels(
+        wide=(6, 6, 2, 2, 5, 5, 2, 2, 6, 6), hidden=(6, 2), heads=(4, 12, 6), scores=(6, 5), split_softmax=(6, 8, 8, 6)
+    ),
     eager=True,
+    softmax_heads=4,
     memory=0.85,
     # Lookups, positions and dropout; the last norm, logits; the loss over a split vocabulary, and all their gradients.
     end_kernels=24,
@@ -157,7 +166,8 @@ MEGATRON_DEEPSPEED = Software(
 )
 """The framework of the measured rows: PyTorch, one kernel after another, fp16, gradients reduced when the backward pass
 is over. Traffic counted from its operators (Megatron-LM, model/transformer.py: masked softmax, dropout, bias-GELU and
-bias-dropout-add are one kernel each; attention scores go through memory). Memory: between element-wise
+bias-dropout-add are one kernel each; attention scores go through memory; its fused softmax wants a multiple of four
+score matrices, fused_softmax.py). Memory: between element-wise
 kernels of MLX on an A100 80 GB, 1,677 of 2,039 GB/s (ml-explore/mlx, issue 2273), and of PyTorch on an A800, 1,727 of
 1,935 GB/s (mli/transformers-benchmarks, issue 4)."""
 

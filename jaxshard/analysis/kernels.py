@@ -76,8 +76,11 @@ class Work:
         return self.compute + self.model_comm + self.idle
 
     def settled(self) -> "Work":
-        """Host and device run side by side: the device waits only where launching takes longer in all."""
-        return replace(self, idle=self.idle + np.maximum(0.0, self.host - self.device), host=0.0)
+        """Host and device run side by side: the device waits only where launching takes longer than computing in all.
+
+        Collectives hide no launching: in the measured rows they come on top of it.
+        """
+        return replace(self, idle=self.idle + np.maximum(0.0, self.host - self.compute), host=0.0)
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,14 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
             + rates.stream(kernels.heads, n * values)
         )
         attention = rates.attention(layout.sequences * heads, seq_len, depth, backward)
-        unfused = rates.software.attention == "unfused"
-        if unfused:
+        count = launches + kernels.count
+        if rates.software.attention == "unfused":
+            split = np.mod(layout.sequences * heads, rates.software.softmax_heads) != 0
             attention = attention + rates.stream(kernels.scores, scores) * long
-        count = launches + kernels.count + (len(kernels.scores) if unfused else 0)
+            attention = attention + np.where(split, rates.stream(kernels.split_softmax, scores), 0.0)
+            count = count + len(kernels.scores) + np.where(split, len(kernels.split_softmax), 0)
         each = rates.c.engine if backward else rates.c.dispatch
-        return Work(matmuls, attention, streams, comm, host=launch(rates, count * each, tp, 2))
+        return Work(matmuls, attention, streams, comm, host=count * each if rates.software.eager else 0.0)
 
     total = lambda cost: sum(cost(*shape) for shape in products)
     forward = one(rates.software.forward, total(rates.matmul), len(products) + 2, False)
@@ -212,18 +217,3 @@ def reductions(arch: Architecture, layout: Any, rates: Rates, n: Number, times: 
     net = rates.hw.net
     payload = rates.width * n * arch.d_model
     return times * all_reduce(group(net, layout.model, 1), payload, net, rates.c, rates.software)
-
-
-def launch(rates: Rates, kernels: Number, model: Number, collectives: int) -> Number:
-    """Seconds in which the host of an eager framework launches; collectives wait for the slowest host.
-
-    Args:
-        rates: of the device and the framework.
-        kernels: seconds that launching the kernels takes.
-        model: devices of the model axis.
-        collectives: over that axis.
-    """
-    if not rates.software.eager:
-        return 0.0
-    meeting = rates.c.rendezvous + rates.c.host_skew * (model - 1)
-    return kernels + collectives * np.where(np.asarray(model) > 1, meeting, 0.0)
