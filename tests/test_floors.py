@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxshard"
 
 FLOORS = (
-    ("errors", "config", "options", "config_file", "console", "interrupt"),
+    ("errors", "suggestions", "config", "options", "config_file", "console", "interrupt"),
     ("parallel", "models"),
     ("data",),
     ("training", "inference"),
@@ -24,7 +24,7 @@ SEPARATE = {("models", "parallel")}
 """Neighbours on a floor of which the first must not import the second: a model knows no devices."""
 
 WITHOUT_JAX = (
-    *("errors", "config", "options", "config_file", "console", "interrupt"),
+    *("errors", "suggestions", "config", "options", "config_file", "console", "interrupt"),
     *("commands", "cli", "__main__", "__init__"),
 )
 """Start-up, --help and bad input must not wait for jax; `parallel.schedule` is plain tables."""
