@@ -242,7 +242,7 @@ SHORT = IDS.astype(np.uint16)
         (b"\x1f\x8b\x08\0" + SHORT.tobytes(), "gunzip"),
         (b'\x40\0\0\0\0\0\0\0{"a":' + SHORT.tobytes(), "a safetensors file"),
         (b"PK\3\4" + SHORT.tobytes(), "torch.save"),
-        (b"Once upon a time\n" * 9, "is text, beginning with b'Once upon a time"),
+        ("Es war einmal ein Bär\n".encode() * 9, "is text, beginning with b'Es war einmal ein B"),
         (IDS.astype(np.uint32).tobytes(), "every second one is below 4"),
     ],
 )
@@ -254,6 +254,8 @@ def test_a_bin_file_that_holds_something_else_is_refused_by_name(tmp_path, conte
 
 def test_ids_of_another_type_than_asked_for(tmp_path):
     """uint32 read as uint16 is taken where the user insists, uint16 read as uint32 makes ids that nothing can hold."""
+    few = np.array([[0, 0], [1, 2], [4, 3]] * 20, np.uint16)  # five kinds, one at even positions only by chance
+    assert build(config(write(tmp_path / "few.bin", few.tobytes()), tokenizer="ids", eval_fraction=0)).max_id == 4
     wide = write(tmp_path / "wide.bin", IDS.astype(np.uint32).tobytes())
     assert build(config(wide, tokenizer="ids", bin_dtype="uint16")).max_id == IDS.max()
     text = message(config(write(tmp_path / "a.bin", SHORT.tobytes()), tokenizer="ids", bin_dtype="uint32"))

@@ -5,6 +5,7 @@ to be something else is refused by name before it becomes a corpus of noise. llm
 header: 256 int32, of which the first three are magic, version and number of tokens; magic and version say the type.
 """
 
+import codecs
 import os
 import re
 import struct
@@ -35,7 +36,8 @@ _SAMPLE = 1 << 16
 """Bytes from which a file is judged."""
 _ENOUGH = 64
 """Bytes from which a judgement by likelihood is sure enough."""
-_TEXT = re.compile(rb"[\t\n\r\x20-\x7e]*")
+_MANY = 16
+"""Kinds of ids that no mere chance leaves out at every second position."""
 
 
 def read_bin(data: DataConfig) -> np.ndarray:
@@ -63,7 +65,7 @@ def read_bin(data: DataConfig) -> np.ndarray:
 def _refuse_other_kinds(path: Path, head: bytes) -> None:
     if kind := kind_of(head):
         raise InputError(f"data.path {str(path)!r} is {kind.what}, not a file of token ids: {kind.advice}")
-    if len(head) >= _ENOUGH and _TEXT.fullmatch(head):
+    if len(head) >= _ENOUGH and _is_text(head):
         raise InputError(f"data.path {str(path)!r} is text, beginning with {head[:20]!r}, not token ids: name it .txt")
     index = path.with_suffix(".idx")
     if index.is_file():
@@ -71,6 +73,14 @@ def _refuse_other_kinds(path: Path, head: bytes) -> None:
             found = re.match(rb"MMIDIDX\0\0.{8}(.)|TNTIDX", file.read(18), re.DOTALL)
         if found:
             raise InputError(_megatron(path, index, _MEGATRON_TYPES.get(found[1][0]) if found[1] else None))
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at the end
+    except UnicodeDecodeError:
+        return False
+    return not re.search(r"[\0-\x08\x0e-\x1f]", text)
 
 
 def _megatron(path: Path, index: Path, kind: str | None) -> str:
@@ -114,7 +124,7 @@ def _refuse_other_dtype(data: DataConfig, path: Path, head: bytes, header: str |
     halves = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
     if header or data.bin_dtype is not None or len(head) < _ENOUGH or path.stat().st_size % 4:
         return
-    if (halves[1::2] < 4).all() and halves[::2].max() > 3:
+    if (halves[1::2] < 4).all() and len(np.unique(halves[::2])) >= _MANY:
         raise InputError(
             f"data.path {str(path)!r} holds uint32 ids as it seems: of its first {len(halves):,} uint16 every second "
             f"one is below 4, such as {', '.join(map(str, halves[:6]))}: give --data.bin_dtype uint32 (or uint16, if "

@@ -214,7 +214,7 @@ def _template_start(spec: str, processor: dict[str, Any] | None) -> list[int]:
 def _end(spec: str, tokenizer: "tokenizers.Tokenizer", config: Path) -> int:
     """Returns the id that ends documents: of the eos_token in tokenizer_config.json, or one known by its name."""
     size = tokenizer.get_vocab_size()
-    usual = [name for name in END_TOKENS if tokenizer.token_to_id(name) is not None]
+    usual = {name: eod for name in END_TOKENS if (eod := tokenizer.token_to_id(name)) is not None}
     name = _configured_end(config)
     if name is not None:
         eod = tokenizer.token_to_id(name)
@@ -231,7 +231,7 @@ def _end(spec: str, tokenizer: "tokenizers.Tokenizer", config: Path) -> int:
             f"{', '.join(END_TOKENS)} is in its vocabulary. Name one of its tokens in a tokenizer_config.json "
             'beside it: {"eos_token": "..."}'
         )
-    return tokenizer.token_to_id(usual[0])
+    return next(iter(usual.values()))
 
 
 def _configured_end(path: Path) -> str | None:
