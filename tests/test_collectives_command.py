@@ -27,7 +27,6 @@ from jaxshard.commands import cli
 from jaxshard.commands.collectives import size_of
 from jaxshard.errors import InputError
 from jaxshard.parallel.axes import AXES, MeshShape
-from jaxshard.parallel.distributed import join_processes, launch_arguments
 from jaxshard.parallel.mesh import build_mesh
 from jaxshard.planner.confirm import compiler_missing
 from jaxshard.xla.absent import mesh_for
@@ -262,47 +261,13 @@ def test_a_calibration_of_a_hundred_thousand_lists_is_refused(tmp_path):
 # Several processes.
 
 
-def test_who_joins_whom():
-    by_hand = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert launch_arguments({}) is None
-    assert launch_arguments(by_hand) == {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-    assert launch_arguments({"SLURM_STEP_NUM_TASKS": "4"}) == {}
-    assert launch_arguments({"SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert launch_arguments({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}) == {}
-    for wrong in ({"JAX_PROCESS_ID": "2"}, {"JAX_PROCESS_ID": "x"}, {"JAX_NUM_PROCESSES": ""}):
-        with pytest.raises(InputError):
-            launch_arguments(by_hand | wrong)
-
-
-@pytest.mark.parametrize(
-    "name, others",
-    [
-        ("JAX_NUM_PROCESSES", {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "1"}),
-        ("JAX_PROCESS_ID", {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}),
-        ("SLURM_STEP_NUM_TASKS", {}),
-        ("SLURM_PROCID", {"SLURM_STEP_NUM_TASKS": "2"}),
-        ("OMPI_COMM_WORLD_SIZE", {}),
-        ("OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE": "2"}),
-    ],
-)
-def test_a_launchers_variable_that_is_no_number_is_named_with_its_value(name, others, monkeypatch, capsys):
-    for each, value in (others | {name: "two"}).items():
-        monkeypatch.setenv(each, value)
-    assert cli.run(["collectives", "--mesh", "dp=2"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: the environment says {name}='two', which must be a whole number")
-    assert error.count("\n") == 1
-
-
-def test_devices_that_cannot_be_shared_are_refused_before_anyone_waits(monkeypatch):
-    for name, value in (("COORDINATOR_ADDRESS", "nowhere:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
-        monkeypatch.setenv(f"JAX_{name}", value)
-    with pytest.raises(InputError, match=r"3 CPU devices cannot be shared equally by 2 processes.*--mesh dp=4"):
-        join_processes("dp=3", "cpu", None)
-
-
 @pytest.mark.slow
-def test_two_processes_measure_together(tmp_path):
+@pytest.mark.parametrize(
+    "places",
+    [("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")],
+    ids=["by hand", "Open MPI 5"],
+)
+def test_two_processes_measure_together(places, tmp_path):
     """Two devices each; the first one prints and writes, the other says nothing on stdout."""
     # Bound until the end, so that nobody else is given the port; the first process may share it.
     kept = socket.socket()
@@ -315,9 +280,9 @@ def test_two_processes_measure_together(tmp_path):
     for rank in range(2):
         environment = os.environ | {
             "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(rank),
             "JAX_PLATFORMS": "cpu",
+            places[0]: "2",
+            places[1]: str(rank),
         }
         command = [sys.executable, str(ROOT / "run.py"), *line, str(file)]
         runs.append(

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxshard.commands.table import COMMANDS, TrainOptions
 from jaxshard.config import Config, OptimConfig, TrainConfig
 from jaxshard.config.file import config_to_yaml, load_config
-from jaxshard.config.options import describe, options_of, suggest
+from jaxshard.config.options import describe, make_parser, options_of, parse_arguments
 from jaxshard.errors import InputError
+from jaxshard.suggestions import SYNONYMS, suggest
 
 ROOT = Path(__file__).parent.parent
 NAMES = [option.name for option in options_of(Config())]
@@ -140,13 +142,32 @@ def test_every_type_can_be_described_and_every_field_has_help():
         ("train.step", "'train.steps'"),
         ("trian.steps", "'train.steps'"),
         ("dmodel", "'model.d_model'"),
-        ("batch_size", "'train.global_batch'"),
+        ("learnig-rate", "'optim.lr'"),
+        ("Gradient_Checkpointing", "'parallel.remat: full'"),
         ("meshes", "'mesh'"),
         ("train.every", "'checkpoint.every', 'log.every' or 'eval.every'"),
     ],
 )
 def test_the_nearest_name_is_suggested(wrong, right):
     assert suggest(wrong, NAMES) == f" (did you mean {right}?)"
+
+
+def test_other_trainers_names_lead_to_options_that_exist_and_take_the_value():
+    """Also with another group before them, with dashes, and with a letter missing."""
+    groups = [Config(), *(row.options for row in COMMANDS)]
+    known = {option.name: option for each in groups for option in options_of(each)}
+    names = {option.name for each in (Config(), TrainOptions()) for option in options_of(each)}
+    for alias, target in SYNONYMS.items():
+        assert not any(name.rpartition(".")[2] == alias for name in known), f"{alias} is a name of ours"
+        name, _, value = target.partition(" ")
+        value = value.replace("=N", "=2")
+        argv = [f"--{name}", value] if value else []
+        parsed = parse_arguments(make_parser([known[name]]), [known[name]], argv)
+        assert value in ("", str(parsed[name])), target
+        for wrong in (alias, f"train.{alias}", alias.replace("_", "-")):
+            assert f"'--{target}'" in suggest(wrong, known, "--"), wrong
+        if len(alias) > 8 and name in names:
+            assert f"'--{target}'" in suggest(alias[:3] + alias[4:], names, "--"), alias
 
 
 def test_nothing_is_suggested_for_nonsense():
@@ -157,6 +178,14 @@ def test_nothing_is_suggested_for_nonsense():
     "text, message",
     [
         ("train: {lr: 1}", "c.yaml line 1: unknown key train.lr (did you mean 'optim.lr'?)"),
+        ("batch_size: 8", "c.yaml line 1: unknown key batch_size (did you mean 'train.global_batch'?)"),
+        ("fsdp: true", "c.yaml line 1: unknown key fsdp (did you mean 'zero: 3'?)"),
+        (
+            "train: {num_train_epochs: 3}",
+            "c.yaml line 1: unknown key train.num_train_epochs (did you mean 'train.steps",
+        ),
+        ("optimizer: {lr: 1}", "c.yaml line 1: unknown key optimizer (did you mean 'optim'?)"),
+        ("logging:\n  every: 1", "c.yaml line 1: unknown key logging (did you mean 'log'?)"),
         ("zero: 1\ntrian:\n  steps: 3", "c.yaml line 2: unknown key trian (did you mean 'train'?)"),
         (
             "zero: 1\ntrain:\n  seed: 1\n  stesp: 3",

@@ -131,7 +131,12 @@ def test_bad_utf8_names_file_and_offset(tmp_path, name, content, offset):
         ("a.bin", b"", ["is empty"]),
         ("a.bin", b"123", ["3 bytes", "no multiple of the 2 bytes"]),
         ("a.json", "{}", [".jsonl"]),
-        ("a.gz", b"\x1f\x8b\0\0", ["binary file of unknown kind", ".parquet"]),
+        ("a.gz", b"\x1f\x8b\x08\0", ["compressed by gzip: unpack it first"]),
+        ("a.npy", b"\x93NUMPY\1\0", ["a NumPy array", "tofile('ids.bin')"]),
+        ("a.txt", b"abc\0", ["NUL byte at offset 3", ".parquet"]),
+        ("a.md", b"abc\0", ["NUL byte at offset 3", ".parquet"]),
+        ("a.txt", b"x" * 10_000 + b"\0", ["NUL byte at offset 10,000"]),
+        ("a.txt", "hi".encode("utf-16"), ["NUL byte at offset 3", "UTF-16", "iconv"]),
         ("a.jsonl", '{"text": "a"}\nnonsense\n', ["line 2 is not JSON"]),
         ("a.jsonl", '["a"]', ["line 1 is a JSON list"]),
         ("a.jsonl", '{"txt": "a"}', ["no field 'text'", "did you mean 'txt'", "data.text_field"]),
@@ -156,9 +161,20 @@ def test_missing_path_names_the_nearest(tmp_path):
     assert "does not exist" in message(config(tmp_path / "none" / "a.bin"))
 
 
-def test_folder_without_text_says_what_it_skipped(tmp_path):
-    write(tmp_path / "train.bin", b"\0\1\0\2")
-    assert "holds no text; 1 binary files were left out, such as" in message(config(tmp_path))
+def test_folder_says_in_one_line_what_it_left_out(tmp_path):
+    write(tmp_path / "train.bin", b"abab")
+    text = message(config(tmp_path))
+    assert f"1 file left out that is no UTF-8 text, such as {tmp_path / 'train.bin'}; a .bin file of token ids" in text
+    write(tmp_path / "a.txt", b"one\n<|endoftext|>\nNUL \0")
+    write(tmp_path / "b.md", b"NUL \0")
+    write(tmp_path / "c.txt", b"NUL " * 5_000 + b"\0")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "folder").symlink_to(tmp_path.parent)
+    write(tmp_path / "z.txt", "two and three\n<|endoftext|>\nfour and five")
+    dataset = build(config(tmp_path))
+    assert dataset.train.documents + dataset.eval.documents == 2
+    assert dataset.describe().endswith(f"; 6 files left out that are no UTF-8 text, such as {tmp_path / 'a.txt'}")
+    assert "left out" not in build(config(tmp_path / "z.txt")).describe()
 
 
 def test_parquet_without_the_field_or_with_numbers_in_it(tmp_path):
@@ -172,6 +188,7 @@ def test_short_text_needs_no_full_sequence_when_padded(tmp_path):
     assert "too few" in message(config(path))
     dataset = build(config(path, pack=False))
     assert (len(dataset.train), len(dataset.eval)) == (1, 1)
+    assert f"in 1 rows of 8 ({(8 - dataset.train.n_targets) / 8:.0%} of them padding)" in dataset.describe()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -191,10 +208,73 @@ def test_bin_file_without_known_ends_is_cut_into_pieces(tmp_path):
     assert dataset.train.n_tokens + dataset.eval.n_tokens == 10_000
 
 
+IDS = np.random.default_rng(0).integers(4, 50257, 600)
+
+
+def llm_c(magic: int, version: int, ids: np.ndarray, count: int | None = None) -> bytes:
+    """A token file as llm.c's dev/data/data_common.py writes it."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(ids) if count is None else count
+    return header.tobytes() + ids.tobytes()
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, np.uint16), (20240801, 7, np.uint32)])
+def test_token_files_of_llm_c_are_read_by_their_header(tmp_path, magic, version, dtype):
+    path = write(tmp_path / "a.bin", llm_c(magic, version, IDS.astype(dtype)))
+    dataset = build(config(path, tokenizer="ids", eval_fraction=0))
+    assert dataset.train.tokens.tolist() == IDS.tolist() and dataset.train.tokens.dtype == dtype
+    other = "uint32" if dtype == np.uint16 else "uint16"
+    assert f"bin_dtype is {other}, but the header of" in message(config(path, tokenizer="ids", bin_dtype=other))
+
+
+SHORT = IDS.astype(np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (llm_c(20240520, 1, SHORT, 700), "its header says 700 tokens of 2 bytes, 1,400 in all, and 1,200 follow it"),
+        (llm_c(20240520, 2, SHORT), "magic 20240520 and version 2"),
+        (llm_c(20250211, 1, SHORT), "magic 20250211 and version 1"),
+        (llm_c(20240520, 1, SHORT)[:500], "in 500 bytes of header"),
+        (llm_c(20240522, 1, SHORT), "an evaluation set of llm.c"),
+        (b"\x93NUMPY\1\0" + SHORT.tobytes(), "a NumPy array"),
+        (b"\x1f\x8b\x08\0" + SHORT.tobytes(), "gunzip"),
+        (b'\x40\0\0\0\0\0\0\0{"a":' + SHORT.tobytes(), "a safetensors file"),
+        (b"PK\3\4" + SHORT.tobytes(), "torch.save"),
+        ("Es war einmal ein Bär\n".encode() * 9, "is text, beginning with b'Es war einmal ein B"),
+        (IDS.astype(np.uint32).tobytes(), "every second one is below 4"),
+    ],
+)
+def test_a_bin_file_that_holds_something_else_is_refused_by_name(tmp_path, content, said):
+    path = write(tmp_path / "a.bin", content)
+    text = message(config(path, tokenizer="ids"))
+    assert said in text and str(path) in text
+
+
+def test_ids_of_another_type_than_asked_for(tmp_path):
+    """uint32 read as uint16 is taken where the user insists, uint16 read as uint32 makes ids that nothing can hold."""
+    few = np.array([[0, 0], [1, 2], [4, 3]] * 20, np.uint16)  # five kinds, one at even positions only by chance
+    assert build(config(write(tmp_path / "few.bin", few.tobytes()), tokenizer="ids", eval_fraction=0)).max_id == 4
+    wide = write(tmp_path / "wide.bin", IDS.astype(np.uint32).tobytes())
+    assert build(config(wide, tokenizer="ids", bin_dtype="uint16")).max_id == IDS.max()
+    text = message(config(write(tmp_path / "a.bin", SHORT.tobytes()), tokenizer="ids", bin_dtype="uint32"))
+    assert "of the 300 ids" in text and "the file may not hold uint32 ids" in text
+
+
+@pytest.mark.parametrize(("code", "said"), [(8, "--data.bin_dtype uint16"), (4, "bin_dtype uint32"), (5, "its int64")])
+def test_half_of_a_megatron_dataset_is_refused(tmp_path, code, said):
+    path = write(tmp_path / "a.bin", SHORT.tobytes())
+    write(tmp_path / "a.idx", b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([code]) + bytes(99))
+    text = message(config(path, tokenizer="ids"))
+    assert "Megatron-LM" in text and "a.idx beside it" in text and said in text
+
+
 def test_bin_file_of_another_tokenizer_is_refused(tmp_path):
     path = write(tmp_path / "a.bin", np.array([1, 2, 50256] * 9, np.uint16).tobytes())
     text = message(config(path))
-    assert "ids up to 50,256" in text and "'bytes' has only 257" in text and "ids:50256" in text
+    assert "'bytes' has only 257 tokens, but 9 of the 27 ids" in text and "ids:50256" in text
+    assert "the first of them 50,256 at position 2" in text and "uint16 ids (--data.bin_dtype)" in text
     assert "the largest id" in message(config(path, tokenizer="ids:50257"))
     assert "is for .bin files" in message(DataConfig(tokenizer="ids"))
 
@@ -207,5 +287,5 @@ def test_vocabulary_is_checked_against_tokenizer_and_ids(tmp_path):
     ids = write(tmp_path / "a.bin", np.array([1, 2, 99] * 9, np.uint16).tobytes())
     dataset = build(config(ids, tokenizer="ids:99"))
     check_vocabulary(dataset, 100)
-    with pytest.raises(InputError, match=r"largest id in .* is 99: set --model.vocab_size to 100"):
+    with pytest.raises(InputError, match=r"9 of the 27 ids .* first of them 99 at position 2.*vocab_size to 100"):
         check_vocabulary(dataset, 99)

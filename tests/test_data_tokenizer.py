@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from jaxshard.config import DataConfig
 from jaxshard.data import build, check_vocabulary, load_tokenizer
 from jaxshard.errors import InputError
+from jaxshard.inference.generate import prompt_ids
 
 TEXTS = ["", "Hello, world", "naïve Größe 三 🙂\n\ttabs", "\ufffd\0"]
 
@@ -90,6 +91,62 @@ def test_documents_start_with_the_template_and_end_with_the_end_token(tmp_path):
     assert tokenizer.start.tolist() == [0] and tokenizer.eod == 1
     document = rows.tokens[rows.starts[1] : rows.starts[1] + rows.lengths[1]]
     assert document.tolist() == [0, *tokenizer.encode("the dog"), 1]
+
+
+TEMPLATES = {
+    "template": processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 0), ("</s>", 1)]),
+    "two": processors.TemplateProcessing("<s> </s> $A", None, [("<s>", 0), ("</s>", 1)]),
+    "bert": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
+    "roberta": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    "sequence": processors.Sequence(
+        [processors.ByteLevel(), processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])]
+    ),
+    "end only": processors.TemplateProcessing("$A </s>", None, [("</s>", 1)]),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_start_is_what_the_post_processor_says_also_without_an_a(tmp_path, name):
+    """A vocabulary of words: of a text without a known one nothing is left to find the start beside."""
+    words = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "cat": 2}, unk_token="cat"))
+    words.add_special_tokens(["<s>", "</s>"])
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.model = models.BPE({"<s>": 0, "</s>": 1, "c": 2}, [])
+    words.post_processor = TEMPLATES[name]
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert words.encode("a", add_special_tokens=False).ids == []
+    full = words.encode("c").ids
+    assert load_tokenizer(str(tmp_path)).start.tolist() == full[: full.index(2)]
+
+
+def test_a_text_that_writes_out_start_and_end_gets_no_second_ones(tmp_path):
+    make(tmp_path / "tok", ["<s>", "</s>"], begin="<s>")
+    written = ("the cat", "<s>the cat", "the cat</s>", "<s>the cat</s>")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+    rows = build(DataConfig(str(tmp_path / "a.jsonl"), str(tmp_path / "tok"), seq_len=2, eval_fraction=0)).train
+    documents = [rows.tokens[at : at + n].tolist() for at, n in zip(rows.starts, rows.lengths, strict=True)]
+    tokenizer = load_tokenizer(str(tmp_path / "tok"))
+    assert documents == [[0, *tokenizer.encode("the cat").tolist(), 1]] * 4
+    assert prompt_ids(tokenizer, "<s>the").tolist() == prompt_ids(tokenizer, "the").tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"eos_token": "<end>"}', "eos_token is '<end>', which is none of the"),
+        ('{"eos_token": {"content": "<end>"}}', "name one that is, such as '</s>'"),
+        ('{"eos_token": 3}', "eos_token is 3, and must be a token's text"),
+        ('{"eos_token": {}}', "must be a token's text"),
+        ("[]", "is a JSON list: it must be an object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_an_end_token_that_cannot_be_taken_is_refused(tmp_path, config, said):
+    make(tmp_path, ["<pad>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(InputError, match=r"tokenizer_config\.json") as refused:
+        load_tokenizer(str(tmp_path))
+    assert said in str(refused.value)
 
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused_although_the_text_would_fit(tmp_path):

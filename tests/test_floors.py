@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxshard"
 
 FLOORS = (
-    "errors interrupt console",
+    "errors interrupt console suggestions",
     "config",
     "models",
     "parallel",
@@ -27,7 +27,7 @@ FLOORS = (
 """Rooms, lowest floor first. A module imports from its own room and from floors below, wherever the import stands."""
 
 WITHOUT_JAX = (
-    *("errors", "interrupt", "console", "config", "config.groups", "config.file", "config.options"),
+    *("errors", "interrupt", "console", "suggestions", "config", "config.groups", "config.file", "config.options"),
     *("commands", "commands.cli", "commands.table", "__main__", "__init__", "parallel.axes", "parallel.schedule"),
 )
 """Start-up, --help and bad input must not wait for jax; `parallel.axes` and `parallel.schedule` are plain tables."""

@@ -4,14 +4,17 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxshard.config import LogConfig
+from jaxshard.config import Config, DataConfig, LogConfig
 from jaxshard.errors import InputError
+from jaxshard.training import loop
 from jaxshard.training.metrics import JsonLines, Metrics, TensorBoardWriter, Throughput, mfu, open_metrics
 
 JSON_ONLY = LogConfig(tensorboard=False)
@@ -140,26 +143,90 @@ def test_wandb_gets_every_line_and_resumes_the_same_run(tmp_path, monkeypatch):
         open_metrics(tmp_path, LogConfig(wandb="project"))
 
 
-def test_throughput_leaves_out_compilation_and_pauses():
-    now = [0.0]
-    speed = Throughput(window=3, clock=lambda: now[0])
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, seconds: float, result=None):
+        """A function of any arguments that takes so long."""
+
+        def act(*_, **__):
+            self.now += seconds
+            return result
+
+        return act
+
+
+def test_throughput_leaves_out_the_first_update_and_pauses():
+    clock = Clock()
+    speed = Throughput(window=3, clock=clock)
 
     def after(seconds, tokens):
-        now[0] += seconds
+        clock.now += seconds
         speed.add(tokens)
 
+    with speed.paused():
+        clock.now += 10
     after(100.0, 50)
     assert speed.tokens_per_second is None
     after(1.0, 50)
     assert speed.tokens_per_second == 50
     after(1.0, 150)
     assert speed.tokens_per_second == 100
-    speed.pause()
+    with speed.paused():
+        clock.now += 1000
+    after(1.0, 400)
+    assert speed.tokens_per_second == 200, "the update after a pause counts, with its own time"
+    speed.restart()
     after(1000.0, 50)
-    assert speed.tokens_per_second == 100
+    assert speed.tokens_per_second == 200
     for _ in range(3):
         after(2.0, 50)
     assert speed.tokens_per_second == 25
+
+
+def test_speed_is_of_targets_and_of_training_alone(monkeypatch):
+    """Updates of 4 seconds with 20 targets each; beside them saves, evaluations and a profile, all slow."""
+    clock, logged, shown = Clock(), [], []
+    monkeypatch.setattr(loop, "run_facts", lambda program: {})
+    monkeypatch.setattr(loop.jax.profiler, "start_trace", clock.takes(50))
+    monkeypatch.setattr(loop.jax.profiler, "stop_trace", clock.takes(70))
+    name = types.SimpleNamespace
+    parts: Any = name(
+        config=Config(data=DataConfig(pack=False, seq_len=16), log=LogConfig(every=1, profile_steps=(6, 7))),
+        throughput=Throughput(clock=clock),
+        metrics=name(log=lambda step, values: logged.append(values), flush=clock.takes(9)),
+        saved=name(save=clock.takes(500, True), newest=None, folder="x"),
+        evaluator=clock.takes(300, {}),
+        program=name(layout=name(policy=name(scaled=False))),
+        skips=name(add=lambda values: None),
+        flops_per_token=6.0,
+        peak_flops=300.0,
+        folder=Path("x"),
+        end=10,
+    )
+    state: Any = name(params=None)
+    bar: Any = name(update=lambda step, **figures: shown.append(figures))
+    metrics: Any = {"loss": np.float32(1), "tokens": np.int32(20), "loss_scale": np.float32(1)}
+    with loop._profiler(parts) as profile:
+        for step in range(1, 11):
+            profile(step)
+            clock.now += 4
+            loop._record(parts, bar, step, metrics)
+            if step in (3, 4):
+                loop._save(parts, step, state)
+            if step in (4, 5):
+                loop._evaluate(parts, step, state)
+    trained = [values for values in logged if values]
+    assert [values["tokens"] for values in trained] == [20] * 10
+    assert [values["tokens_per_second"] for values in trained] == [None] + [5.0] * 9
+    assert [values["mfu"] for values in trained] == [None] + [0.1] * 9
+    assert [figures["tokens_per_second"] for figures in shown] == [None] + [5.0] * 9
 
 
 def test_mfu():

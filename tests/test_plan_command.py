@@ -149,7 +149,7 @@ def test_best_prints_the_command_alone(capsys):
 def test_on_a_narrow_terminal_figures_are_whole_and_the_command_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal's
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8", "--confirm", "0")
+    _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8")
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in out.splitlines()]
     command = next(line for line in lines if line.startswith("python run.py"))
     assert "--mesh" in command and len(command) > 80

@@ -117,7 +117,7 @@ BAD = {
     "misspelt flag": (["--train.step", "3"], "train.steps"),
     "lr": (["--optim.lr", "0"], "optim.lr"),
     "heads": (["--mesh", "tp=8"], "n_heads = 4"),
-    "batch": (["--mesh", "dp=3", "--train.global_batch", "8"], "global_batch = 8"),
+    "batch": (["--mesh", "dp=3"], "global_batch = 8"),
     "accumulation": (["--mesh", "dp=2", "--parallel.accumulation", "3"], "accumulation"),
     "remat": (["--parallel.remat", "dot"], "'dots'"),
     "named activation": (["--parallel.remat", "names:querry"], "query"),
@@ -134,8 +134,9 @@ BAD = {
 def test_bad_input_is_one_line_and_leaves_nothing(name, tmp_path, capsys):
     arguments, part = BAD[name]
     folder = tmp_path / "run"
-    assert run([*TINY, "--mesh", "dp=1", "--output", str(folder)][: -2 if "--mesh" in arguments else None] + arguments
-               + ["--output", str(folder)]) == 2  # fmt: skip
+    pairs = dict(zip(TINY[::2], TINY[1::2], strict=True)) | {"--mesh": "dp=1", "--output": str(folder)}
+    pairs |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert run([word for pair in pairs.items() for word in pair]) == 2
     captured = capsys.readouterr()
     assert part in captured.err and captured.err.count("\n") == 1, captured.err
     assert not (folder / "config.yaml").exists() and not (folder / "checkpoints").exists()

@@ -115,8 +115,6 @@ def understand(argv: list[str]) -> Invocation:
     the options of the second pass are laid.
     """
     command, argv = _command(argv)
-    if sum(token == "--config" or token.startswith("--config=") for token in argv) > 1:
-        raise InputError("--config is given twice: put everything into one file, or override with options")
     first = _parse(command, argv, Config(), forgives="all")
     file = first.common.config
     if file is not None and not file.strip():

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from jaxshard.config import ONE_RUN, Config, unread
-from jaxshard.config.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping, suggest
+from jaxshard.config.options import PlainLoader, instantiate, make_parser, options_of, parse_mapping
 from jaxshard.errors import InputError, nearest
+from jaxshard.suggestions import suggest
 
 
 class UnknownKey(InputError):
@@ -184,7 +185,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Any]:
             if not isinstance(value, yaml.MappingNode):
                 raise InputError(f"{where}: {name} is a group of keys, such as {_example(name, names)}")
         elif name not in names:
-            raise UnknownKey(f"{where}: unknown key {name}{suggest(name, [*names, *groups])}")
+            raise UnknownKey(f"{where}: unknown key {name}{_meant(name, value, names, groups)}")
     assert isinstance(mapping, dict)
     return {key: value for key, value in mapping.items() if value is not None or key not in groups}
 
@@ -199,6 +200,14 @@ def _keys(root: yaml.MappingNode, groups: set[str]) -> Iterator[tuple[str, int, 
         if name in groups and isinstance(value, yaml.MappingNode):
             for inner, inner_value in value.value:
                 yield f"{name}.{inner.value}", inner.start_mark.line + 1, inner_value
+
+
+def _meant(name: str, value: yaml.Node, names: list[str], groups: set[str]) -> str:
+    """Returns " (did you mean ...?)" for an unknown key; one with keys below it can only be meant as a group."""
+    if not isinstance(value, yaml.MappingNode):
+        return suggest(name, [*names, *groups])
+    longer = next((group for group in sorted(groups) if name.startswith(group)), None)  # logging, optimizer, ...
+    return f" (did you mean {longer!r}?)" if longer else nearest(name, groups)
 
 
 def _is_null(node: yaml.Node) -> bool:

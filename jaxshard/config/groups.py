@@ -108,12 +108,13 @@ class DataConfig:
     that ends its documents."""
     text_field: str = "text"
     """Field that holds the text in .jsonl and .parquet files."""
-    bin_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Integer type of a tokenised .bin file."""
+    bin_dtype: Literal["uint16", "uint32"] | None = None
+    """Integer type of a tokenised .bin file; by default what its header says (files of llm.c), or uint16."""
     seq_len: int = 128
     """Tokens in one sequence."""
     pack: bool = True
-    """Put several documents into one sequence (they do not see each other); otherwise one document a row, padded."""
+    """Put several documents into one sequence (they do not see each other); otherwise one document a row, padded.
+    Padding is computed, but counts in neither tokens nor tokens/s nor mfu."""
     eval_fraction: float = 0.05
     """Share of the documents held out for evaluation."""
 

@@ -5,7 +5,6 @@ string is the help text. jsonargparse converts and checks the types; the message
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 import textwrap
@@ -20,22 +19,7 @@ import jsonargparse
 import yaml
 
 from jaxshard.errors import InputError, nearest
-
-SYNONYMS = {
-    "learning_rate": "optim.lr",
-    "batch_size": "train.global_batch",
-    "max_steps": "train.steps",
-    "iterations": "train.steps",
-    "context_length": "data.seq_len",
-    "block_size": "data.seq_len",
-    "hidden_size": "model.d_model",
-    "grad_clip": "optim.clip",
-    "optimizer": "optim.name",
-    "dtype": "train.precision",
-    "dataset": "data.path",
-}
-"""What other trainers call an option -> what it is called here."""
-
+from jaxshard.suggestions import suggest
 
 _COLUMN = 34
 """Where the right column of the help begins."""
@@ -93,16 +77,34 @@ def given_options(argv: Iterable[str], names: Iterable[str]) -> Given:
         argv: arguments after the command.
         names: of the options that count.
     """
-    found: dict[str, str | None] = {}
-    last = None
+    names = set(names)
+    return Given({name: text for name, text in _written_options(argv) if name in names})
+
+
+def _written_options(argv: Iterable[str]) -> list[tuple[str, str | None]]:
+    """(name, text) of every option on a command line, in its order; None where an option stands without a value."""
+    found: list[tuple[str, str | None]] = []
+    open_ = False
     for token in _normal(list(argv)):
         if token.startswith("--"):
-            last, equals, value = token[2:].partition("=")
-            found[last] = value if equals else None
-        elif last is not None:
-            found[last], last = token, None
-    names = set(names)
-    return Given({name: text for name, text in found.items() if name in names})
+            name, equals, value = token[2:].partition("=")
+            found.append((name, value if equals else None))
+            open_ = not equals
+        elif open_:
+            found[-1], open_ = (found[-1][0], token), False
+    return found
+
+
+def _refuse_repeated(argv: list[str]) -> None:
+    """Refuses an option that is given twice, of which the parser would take the last in silence."""
+    texts: dict[str, list[str]] = {}
+    for name, text in _written_options(argv):
+        texts.setdefault(name, []).append("without a value" if text is None else repr(text))
+    for name, values in texts.items():
+        if len(values) > 1:
+            times = "twice" if len(values) == 2 else f"{len(values)} times"
+            said = f"{', '.join(values[:-1])} and {values[-1]}"
+            raise InputError(f"--{name} is given {times}: {said}; keep one of them")
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -178,11 +180,12 @@ def _written(value: Any) -> str:
 
 
 def parse_arguments(parser: jsonargparse.ArgumentParser, options: list[Option], argv: list[str]) -> dict[str, Any]:
-    """Returns values by dotted name. Raises InputError for unknown names and values of a wrong type."""
+    """Returns values by dotted name. Raises InputError for unknown or repeated names and wrong types."""
     argv, by_name = _normal(argv), {option.name: option for option in options}
     for token in argv:
         if token.startswith("--") and token[2:].partition("=")[0] not in by_name:
             raise InputError(_explain_unknown(token, by_name))
+    _refuse_repeated(argv)
     for name, text in given_options(argv, by_name).options.items():
         _refuse_base_60(by_name[name], text)
     try:
@@ -227,24 +230,6 @@ def instantiate(instance: Any, values: dict[str, Any], prefix: str = "") -> Any:
         inner = dataclasses.is_dataclass(old)
         changes[field.name] = instantiate(old, values, f"{name}.") if inner else values.get(name, old)
     return dataclasses.replace(instance, **changes)
-
-
-def suggest(name: str, names: Iterable[str], dashes: str = "") -> str:
-    """Returns " (did you mean 'optim.lr'?)" for the names closest to a wrong one, or "".
-
-    `train.lr` first looks within `train`, then for `lr` in the other groups, then for what looks alike.
-    """
-    names = list(names)
-    group, _, leaf = name.rpartition(".")
-    within = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
-    leaves = {other.rpartition(".")[2]: other for other in names}
-    found = [within[close] for close in difflib.get_close_matches(leaf, within, n=1, cutoff=0.7)]
-    found = found or [other for other in names if other.rpartition(".")[2] == leaf]
-    found = found or [other for key, other in SYNONYMS.items() if key == leaf and other in names]
-    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    found = found or [leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
-    quoted = [repr(dashes + other) for other in found]
-    return f" (did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?)" if quoted else ""
 
 
 def describe(hint: Any) -> str:

@@ -8,9 +8,11 @@
   .jsonl, .ndjson    each line an object; its field `text_field` is a document.
   .parquet           each row a document, in column `text_field`.
   a folder           everything below it in sorted order, hidden files left out: .jsonl and .parquet as above, and every
-                     other file without a NUL byte near its start as a text file.
-  .bin               token ids, see `read_bin`.
-A corpus of one single document is cut at line ends (`cut_text`), so that a part of it can be held out.
+                     other file as a text file, if it is one.
+  .bin               token ids, see `token_file`.
+A text file holds UTF-8 and no NUL byte, whatever its name. What a folder holds beside is left out, and counted; named
+alone it is refused. A corpus of one single document is cut at line ends (`cut_text`), so that a part of it can be held
+out.
 """
 
 import codecs
@@ -22,9 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxshard.config import DataConfig
+from jaxshard.data.file_kinds import kind_of
 from jaxshard.errors import InputError, nearest
 
 PIECE = 64 * 1024
@@ -43,44 +44,29 @@ class Document(NamedTuple):
     text: str
 
 
-def read_documents(data: DataConfig) -> Iterator[Document]:
+class NotText(InputError):
+    """A file that is no text at all, and no broken one either."""
+
+
+def read_documents(data: DataConfig, left_out: list[Path] | None = None) -> Iterator[Document]:
     """Yields the documents of a text corpus in a fixed order, without the empty ones.
+
+    Args:
+        data: where it lies.
+        left_out: gets what a folder holds that is no text.
 
     Raises InputError when the path is missing or unreadable, when a file is not UTF-8 (naming its first bad byte), and
     when a record lacks its text field.
     """
+    left_out = [] if left_out is None else left_out
     if data.path == _STDLIB:
-        documents = _read_stdlib()
+        documents = _read_stdlib(left_out)
     else:
         path = existing(data.path)
-        documents = _read_folder(path, data.text_field) if path.is_dir() else _read_file(path, data.text_field)
-    return _cut_if_single(document for document in documents if document.text)
-
-
-def is_tokenised(data: DataConfig) -> bool:
-    """Whether the corpus holds token ids instead of text."""
-    return data.path.endswith(".bin") and not os.path.isdir(os.path.expanduser(data.path))
-
-
-def read_bin(data: DataConfig) -> np.ndarray:
-    """Maps a .bin file as token ids [N], little-endian uint16 or uint32 without a header, without reading it.
-
-    Raises InputError when the file is missing or empty, or its size is no multiple of the id's.
-    """
-    path = existing(data.path)
-    dtype = np.dtype(data.bin_dtype).newbyteorder("<")
-    size = path.stat().st_size
-    if size == 0:
-        raise InputError(f"data.path {str(path)!r} is empty: give a file with token ids")
-    if size % dtype.itemsize:
-        raise InputError(
-            f"data.path {str(path)!r} has {size:,} bytes, which is no multiple of the {dtype.itemsize} bytes of one "
-            f"{data.bin_dtype} id: it is cut off, or data.bin_dtype is wrong"
+        documents = (
+            _read_folder(path, data.text_field, left_out) if path.is_dir() else _read_file(path, data.text_field)
         )
-    try:
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    return _cut_if_single(document for document in documents if document.text)
 
 
 def whole_path(name: str) -> str:
@@ -146,7 +132,7 @@ def _cut_if_single(documents: Iterator[Document]) -> Iterator[Document]:
     yield from documents
 
 
-def _read_stdlib() -> Iterator[Document]:
+def _read_stdlib(left_out: list[Path]) -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = False
     for path in _files_below(root, lambda name: name in _SKIPPED_FOLDERS):
@@ -155,6 +141,7 @@ def _read_stdlib() -> Iterator[Document]:
         try:
             text = read_text(path)
         except InputError:  # a few sources declare another encoding
+            left_out.append(path)
             continue
         found = True
         yield Document(str(path), text)
@@ -162,25 +149,27 @@ def _read_stdlib() -> Iterator[Document]:
         raise InputError(f"data.path stdlib: no .py files below {root} (a zipped interpreter?): give {_KINDS}")
 
 
-def _read_folder(root: Path, field: str) -> Iterator[Document]:
-    skipped: list[Path] = []
+def _read_folder(root: Path, field: str, left_out: list[Path]) -> Iterator[Document]:
     found = False
     for path in _files_below(root, lambda name: name.startswith(".")):
         if path.name.startswith("."):
             continue
-        if path.suffix in _RECORDS:
-            documents = _RECORDS[path.suffix](path, field)
-        elif _is_binary(path):
-            skipped.append(path)
-            continue
-        else:
-            documents = _read_text_file(path)
-        for document in documents:
-            found = True
-            yield document
+        try:
+            for document in _RECORDS.get(path.suffix, _read_text_file)(path, field):
+                found = True
+                yield document
+        except NotText:
+            left_out.append(path)
     if not found:
-        hint = f"; {len(skipped)} binary files were left out, such as {skipped[0]}" if skipped else ""
-        raise InputError(f"data.path {str(root)!r} holds no text{hint}: give {_KINDS}")
+        hint = f"; {left_out_text(left_out)}" if left_out else ""
+        tokens = "; a .bin file of token ids is named by itself" if any(p.suffix == ".bin" for p in left_out) else ""
+        raise InputError(f"data.path {str(root)!r} holds no text{hint}{tokens}: give {_KINDS}")
+
+
+def left_out_text(paths: list[Path] | tuple[Path, ...]) -> str:
+    """Says of files (one at least) that they are left out."""
+    n = len(paths)
+    return f"{n:,} file{'s' * (n > 1)} left out that {'are' if n > 1 else 'is'} no UTF-8 text, such as {paths[0]}"
 
 
 def _read_file(path: Path, field: str) -> Iterator[Document]:
@@ -189,14 +178,33 @@ def _read_file(path: Path, field: str) -> Iterator[Document]:
         return
     if path.suffix == ".json":
         raise InputError(f"data.path {str(path)!r}: .json is not read; put one object a line into a .jsonl file")
-    if path.suffix != ".txt" and _is_binary(path):
-        raise InputError(f"data.path {str(path)!r} is a binary file of unknown kind: give {_KINDS}")
-    yield from _read_text_file(path)
+    yield from _read_text_file(path, field)
 
 
-def _read_text_file(path: Path) -> Iterator[Document]:
-    for number, text in enumerate(_SEPARATOR.split(read_text(path)), 1):
+def _read_text_file(path: Path, field: str) -> Iterator[Document]:
+    for number, text in enumerate(_SEPARATOR.split(_decode(_text_bytes(path), path, 0)), 1):
         yield Document(f"{path}, document {number}", text)
+
+
+def _text_bytes(path: Path) -> bytes:
+    """Returns the bytes of a text file. Raises NotText for token ids, a known kind of file, and one with a NUL byte."""
+    if path.suffix == ".bin" or not path.is_file():
+        raise NotText(f"{path} is no text file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(8192)
+            kind = kind_of(raw)
+            if kind is None and b"\0" not in raw:
+                raw += file.read()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if kind:
+        raise NotText(f"data.path {str(path)!r} is {kind.what}: {kind.advice}")
+    if (at := raw.find(b"\0")) >= 0:
+        wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        mend = "it is UTF-16, so convert it with iconv -f UTF-16 -t UTF-8" if wide else f"give {_KINDS}"
+        raise NotText(f"data.path {str(path)!r} holds a NUL byte at offset {at:,}, as no UTF-8 text does: {mend}")
+    return raw
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
@@ -277,7 +285,10 @@ def _no_field(field: str, names: list[str]) -> str:
 
 
 def _files_below(root: Path, skip_folder: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields all regular files below a folder, sorted by their relative path with "/" on every platform."""
+    """Yields all files below a folder, sorted by their relative path with "/" on every platform.
+
+    Links are among them, also those to nothing or to a folder, which is not entered.
+    """
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename or root), error) from error
@@ -285,17 +296,9 @@ def _files_below(root: Path, skip_folder: Callable[[str], bool]) -> Iterator[Pat
     names = []
     for folder, folders, files in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not skip_folder(name)]
+        files += [name for name in folders if os.path.islink(os.path.join(folder, name))]
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
-    return (path for path in (root / name for name in sorted(names)) if path.is_file())
-
-
-def _is_binary(path: Path) -> bool:
-    """Whether there is a NUL byte near the start: no text has one, nearly every other format does."""
-    try:
-        with path.open("rb") as file:
-            return b"\0" in file.read(8192)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    return (root / name for name in sorted(names))
 
 
 def _read_bytes(path: Path) -> bytes:

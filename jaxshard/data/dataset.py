@@ -3,14 +3,16 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from jaxshard.config import DataConfig
-from jaxshard.data.corpus import Document, is_tokenised, piece_size, read_bin, read_documents, whole_path
+from jaxshard.data.corpus import Document, left_out_text, piece_size, read_documents, whole_path
 from jaxshard.data.fingerprint import Fingerprint, TextHash
 from jaxshard.data.packing import Rows
-from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer, whole_tokenizer_path
+from jaxshard.data.token_file import is_tokenised, read_bin
+from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer, started, whole_tokenizer_path
 from jaxshard.errors import InputError
 
 _CHUNK = 1 << 22  # characters encoded together, ids scanned and hashed together: fingerprints of .bin files hang on it
@@ -28,14 +30,19 @@ class Dataset:
     """Largest token id of the corpus."""
     text: str
     """Hash of the corpus, whatever files hold it."""
+    left_out: tuple[Path, ...] = ()
+    """What the corpus's folder holds that is no text."""
 
     def describe(self) -> str:
-        """Returns one line: the corpus, its size, and the split."""
+        """Returns one line: the corpus, its size, the split, and what was left out."""
         train, held = self.train, self.eval
+        slots = len(train) * self.data.seq_len
+        padded = "" if self.data.pack else f" ({(slots - train.n_targets) / slots:.0%} of them padding)"
         return (
             f"{self.data.path}: {train.n_tokens + held.n_tokens:,} tokens of {self.tokenizer.vocab_size:,} kinds "
             f"({self.tokenizer.name}); training on {train.documents:,} documents in {len(train):,} rows of "
-            f"{self.data.seq_len}, {held.documents:,} documents in {len(held):,} rows held out"
+            f"{self.data.seq_len}{padded}, {held.documents:,} documents in {len(held):,} rows held out"
+            f"{'; ' + left_out_text(self.left_out) if self.left_out else ''}"
         )
 
     def fingerprint(self, seed: int) -> Fingerprint:
@@ -58,13 +65,14 @@ def build(data: DataConfig) -> Dataset:
     token ids that the tokenizer does not have.
     """
     tokenizer, text = load_tokenizer(data.tokenizer), TextHash()
+    left_out: list[Path] = []
     if is_tokenised(data):
         tokens, ends, max_id = _scan(read_bin(data), tokenizer.eod, text)
-        tokenizer = _check_ids(data, tokenizer, max_id)
+        tokenizer = _check_ids(data, tokenizer, tokens, max_id)
     else:
         if isinstance(tokenizer, IdTokenizer):
             raise InputError(f"data.tokenizer={tokenizer.name} is for .bin files: {data.path!r} is text; use bytes")
-        tokens, ends = _encode(text.watch(read_documents(data)), tokenizer)
+        tokens, ends = _encode(text.watch(read_documents(data, left_out)), tokenizer)
         max_id = int(tokens.max(initial=0))
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     lengths = ends - starts
@@ -78,7 +86,7 @@ def build(data: DataConfig) -> Dataset:
     train = dataclasses.replace(everything, starts=starts[~held], lengths=lengths[~held])
     _check_length(data, train)
     held_out = dataclasses.replace(everything, starts=starts[held], lengths=lengths[held])
-    return Dataset(data, tokenizer, train, held_out, max_id, text.finish())
+    return Dataset(data, tokenizer, train, held_out, max_id, text.finish(), tuple(left_out))
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
@@ -88,6 +96,11 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
     """
     tokenizer = dataset.tokenizer
     needed = max(tokenizer.vocab_size, dataset.max_id + 1)
+    if dataset.max_id >= vocab_size and is_tokenised(dataset.data):
+        raise InputError(
+            f"model.vocab_size is {vocab_size:,}, but {_too_large(dataset.data, dataset.train.tokens, vocab_size)}; or "
+            f"set --model.vocab_size to {needed:,} or more, or leave it out"
+        )
     if needed > vocab_size:
         raise InputError(
             f"model.vocab_size is {vocab_size:,}, but data.tokenizer {tokenizer.name!r} has {tokenizer.vocab_size:,} "
@@ -97,16 +110,21 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
 
 
 def _encode(documents: Iterator[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all ids [N], each document between the tokenizer's start and its eod, and the documents' ends."""
+    """Returns all ids [N], each document between the tokenizer's start and its eod, and the documents' ends.
+
+    A text that begins or ends with these, written out, gets no second ones.
+    """
     assert tokenizer.eod is not None
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    start, end = tokenizer.start.astype(dtype), np.array([tokenizer.eod], dtype)
+    end = np.array([tokenizer.eod], dtype)
     parts: list[np.ndarray] = []
     lengths: list[int] = []
     for texts in _chunks(documents):
         for ids in tokenizer.encode_batch(texts):
-            parts += [start, ids.astype(dtype), end]
-            lengths.append(len(start) + len(ids) + 1)
+            ids = started(tokenizer, ids).astype(dtype)
+            ids = ids if len(ids) > len(tokenizer.start) and ids[-1] == tokenizer.eod else np.append(ids, end)
+            parts.append(ids)
+            lengths.append(len(ids))
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
     return tokens, np.cumsum(np.array(lengths, np.int64))
 
@@ -144,8 +162,24 @@ def _scan(tokens: np.ndarray, eod: int | None, text: TextHash) -> tuple[np.ndarr
     return tokens, ends.astype(np.int64), max_id
 
 
-def _check_ids(data: DataConfig, tokenizer: Tokenizer, max_id: int) -> Tokenizer:
+def _too_large(data: DataConfig, tokens: np.ndarray, limit: int) -> str:
+    """Says which ids of a .bin file are `limit` or more (one at least), and why that may be."""
+    count, first = 0, -1
+    for start in range(0, len(tokens), _CHUNK):
+        at = np.flatnonzero(tokens[start : start + _CHUNK] >= limit)
+        first = start + int(at[0]) if len(at) and not count else first
+        count += len(at)
+    return (
+        f"{count:,} of the {len(tokens):,} ids of {data.path!r} are {limit:,} or more, the first of them "
+        f"{tokens[first]:,} at position {first:,}: the file may not hold {tokens.dtype.name} ids (--data.bin_dtype), "
+        "or begin with a header that is none of llm.c's, or be of another tokenizer"
+    )
+
+
+def _check_ids(data: DataConfig, tokenizer: Tokenizer, tokens: np.ndarray, max_id: int) -> Tokenizer:
     """Returns the tokenizer of a .bin file, or raises InputError when it cannot be the one that wrote the file."""
+    if max_id >= 2**31:  # also where no vocabulary is known; batches hold int32
+        raise InputError(f"{_too_large(data, tokens, 2**31)}. No vocabulary has so many ids")
     if isinstance(tokenizer, IdTokenizer):
         if tokenizer.eod is not None and tokenizer.eod > max_id:
             raise InputError(
@@ -155,9 +189,9 @@ def _check_ids(data: DataConfig, tokenizer: Tokenizer, max_id: int) -> Tokenizer
         return dataclasses.replace(tokenizer, vocab_size=max_id + 1)
     if max_id >= tokenizer.vocab_size:
         raise InputError(
-            f"data.path {data.path!r} holds ids up to {max_id:,}, but data.tokenizer {tokenizer.name!r} has only "
-            f"{tokenizer.vocab_size:,}: give the tokenizer.json that wrote the file, or ids:EOD (such as ids:50256 for "
-            f"GPT-2) when it is not at hand; or data.bin_dtype is not {data.bin_dtype}"
+            f"data.tokenizer {tokenizer.name!r} has only {tokenizer.vocab_size:,} tokens, but "
+            f"{_too_large(data, tokens, tokenizer.vocab_size)}: give the tokenizer.json that wrote it, or ids:EOD "
+            "(such as ids:50256 for GPT-2) when it is not at hand"
         )
     return tokenizer
 

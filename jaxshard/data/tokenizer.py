@@ -2,19 +2,21 @@
 
 `data.tokenizer` is one of
   bytes              the 256 byte values of UTF-8, and 256 for the end of a document.
-  a tokenizer.json   of Hugging Face, or the folder that holds it. The end-of-document token is the `eos_token` of a
-                     tokenizer_config.json beside it, or else the first of `END_TOKENS` in its vocabulary.
+  a tokenizer.json   of Hugging Face, or the folder that holds it. Documents begin as its post-processor says. The
+                     end-of-document token is the `eos_token` of a tokenizer_config.json beside it; where that names
+                     none, the first of `END_TOKENS` in the vocabulary.
   ids, ids:EOD       for a .bin file whose tokenizer is not at hand: text is the ids, written as numbers.
 These words are no paths: a folder of such a name is ./bytes.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -164,10 +166,17 @@ class HuggingFaceTokenizer:
         return self.tokenizer.decode(_known(ids, self.vocab_size).tolist())
 
 
+def started(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Returns the ids [n] of a text with the tokenizer's `start` before them, unless the text writes it out itself."""
+    start = tokenizer.start
+    return ids if len(start) and np.array_equal(ids[: len(start)], start) else np.concatenate([start, ids])
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """Returns the tokenizer that `data.tokenizer` names.
 
-    Raises InputError when the file is missing or broken, or has no end-of-document token.
+    Raises InputError when the file is missing or broken, has no end-of-document token, or not the one that the
+    tokenizer_config.json beside it names, or has a post-processor of an unknown kind.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -207,18 +216,11 @@ def _load_hugging_face(spec: str) -> HuggingFaceTokenizer:
     # files saved after fine-tuning often carry these; they would cut or pad every document
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    names = [*_configured_end(path.with_name("tokenizer_config.json")), *END_TOKENS]
-    ids = [tokenizer.token_to_id(name) for name in names]
-    eod = next((i for i in ids if i is not None), None)
-    if eod is None:
-        raise InputError(
-            f"data.tokenizer {spec!r} with {tokenizer.get_vocab_size():,} tokens has no end-of-document token: none of "
-            f"{', '.join(names)} is in its vocabulary. Name one of its tokens in a tokenizer_config.json beside it: "
-            '{"eos_token": "..."}'
-        )
+    eod = _end(spec, tokenizer, path.with_name("tokenizer_config.json"))
     # the largest id, not the number of entries: some vocabularies have gaps
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return HuggingFaceTokenizer(spec, _content(text), tokenizer, vocab_size, eod, _template_start(tokenizer))
+    start = np.array(_template_start(spec, json.loads(tokenizer.to_str())["post_processor"]), np.int32)
+    return HuggingFaceTokenizer(spec, _content(text), tokenizer, vocab_size, eod, start)
 
 
 def _content(text: str) -> str:
@@ -227,25 +229,65 @@ def _content(text: str) -> str:
     return hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _template_start(tokenizer: "tokenizers.Tokenizer") -> np.ndarray:
-    """Returns the special tokens that the tokenizer's own template puts before a text."""
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a").ids
-    at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-    return np.array(full[:at], np.int32)
+def _template_start(spec: str, processor: dict[str, Any] | None) -> list[int]:
+    """Returns the ids that a post-processor, as tokenizer.json states it, puts before a text."""
+    kind = processor and processor["type"]
+    match processor:
+        case None | {"type": "ByteLevel"}:
+            return []
+        case {"type": "TemplateProcessing", "single": pieces, "special_tokens": tokens}:
+            before = itertools.takewhile(lambda piece: "SpecialToken" in piece, pieces)
+            return [i for piece in before for i in tokens[piece["SpecialToken"]["id"]]["ids"]]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(first)]}:
+            return [first]
+        case {"type": "Sequence", "processors": inner}:  # each takes what the one before it made
+            return [i for each in reversed(inner) for i in _template_start(spec, each)]
+    raise InputError(
+        f"data.tokenizer {spec!r} has a post-processor of type {kind!r}, which may put tokens before a text: known are "
+        "TemplateProcessing, BertProcessing, RobertaProcessing, ByteLevel and Sequence"
+    )
 
 
-def _configured_end(path: Path) -> list[str]:
-    """Returns the eos_token of a tokenizer_config.json, where there is one."""
+def _end(spec: str, tokenizer: "tokenizers.Tokenizer", config: Path) -> int:
+    """Returns the id that ends documents: of the eos_token in tokenizer_config.json, or one known by its name."""
+    size = tokenizer.get_vocab_size()
+    usual = {name: eod for name in END_TOKENS if (eod := tokenizer.token_to_id(name)) is not None}
+    name = _configured_end(config)
+    if name is not None:
+        eod = tokenizer.token_to_id(name)
+        if eod is None:
+            fix = f"such as {', '.join(map(repr, usual))}" if usual else "or take the vocabulary that belongs to it"
+            raise InputError(
+                f"{config} says that the eos_token is {name!r}, which is none of the {size:,} tokens of data.tokenizer "
+                f"{spec!r}: name one that is, {fix}"
+            )
+        return eod
+    if not usual:
+        raise InputError(
+            f"data.tokenizer {spec!r} with {size:,} tokens has no end-of-document token: none of "
+            f"{', '.join(END_TOKENS)} is in its vocabulary. Name one of its tokens in a tokenizer_config.json "
+            'beside it: {"eos_token": "..."}'
+        )
+    return next(iter(usual.values()))
+
+
+def _configured_end(path: Path) -> str | None:
+    """Returns the eos_token of a tokenizer_config.json, None where there is no such file or it names none."""
     if not path.is_file():
-        return []
+        return None
     try:
         config = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
-    end = config.get("eos_token") if isinstance(config, dict) else None
-    end = end.get("content") if isinstance(end, dict) else end
-    return [end] if isinstance(end, str) else []
+    if not isinstance(config, dict):
+        raise InputError(
+            f"{path} is a JSON {type(config).__name__}: it must be an object, such as {{'eos_token': ...}}"
+        )
+    end = config.get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    if end is not None and not isinstance(text, str):
+        raise InputError(f"{path}: eos_token is {end!r}, and must be a token's text")
+    return text
 
 
 def _known(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:

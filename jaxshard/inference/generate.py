@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxshard.data.tokenizer import IdTokenizer, Tokenizer
+from jaxshard.data.tokenizer import IdTokenizer, Tokenizer, started
 from jaxshard.errors import InputError
 from jaxshard.inference import decode
 from jaxshard.inference.sampling import PLAIN, Sampling, choose
@@ -182,7 +182,7 @@ def room_for(arch: Architecture, prompt_length: int) -> int:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
     """Ids to continue, at least one: the tokenizer's start and the prompt; else its end of document; else 0."""
-    ids = np.concatenate([tokenizer.start, tokenizer.encode(prompt)]).astype(np.int32)
+    ids = started(tokenizer, tokenizer.encode(prompt)).astype(np.int32)
     return ids if len(ids) else np.array([tokenizer.eod or 0], np.int32)
 
 

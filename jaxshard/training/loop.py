@@ -230,7 +230,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
     step = start
     with ExitStack() as stack:
         stack.callback(batches.close)  # type: ignore[attr-defined]
-        profile = stack.enter_context(_profiler(config, parts.folder))
+        profile = stack.enter_context(_profiler(parts))
         progress = stack.enter_context(parts.console.progress(end, start=start, every=config.log.every))
         while step < end and not request and not parts.skips.ended:
             profile(step + 1)
@@ -263,18 +263,20 @@ def _due(step: int, every: int) -> bool:
 
 
 @contextmanager
-def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
+def _profiler(parts: Run) -> Iterator[Callable[[int], None]]:
     """Yields a function to be called with the number of each step before it starts."""
-    first, last = config.log.profile_steps or (0, 0)
+    first, last = parts.config.log.profile_steps or (0, 0)
     running = False
 
     def before(step: int) -> None:
         nonlocal running
         if step == first:
-            jax.profiler.start_trace(str(folder / "profile"))
+            jax.profiler.start_trace(str(parts.folder / "profile"))
+            parts.throughput.restart()
             running = True
         if running and step == last + 1:
             jax.profiler.stop_trace()
+            parts.throughput.restart()
             running = False
 
     try:
@@ -285,17 +287,19 @@ def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _save(parts: Run, step: int, state: TrainState, instead_of: Sequence[int] | None = None) -> None:
-    parts.metrics.flush()
     facts = run_facts(parts.program) | data_facts(parts.dataset, parts.config.train.seed, parts.rows(step))
     facts |= {"config": saved_values(parts.config)}
-    if not parts.saved.save(step, state, facts, instead_of):
+    with parts.throughput.paused():
+        parts.metrics.flush()
+        new = parts.saved.save(step, state, facts, instead_of)
+    if not new:
         raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 
 
 def _evaluate(parts: Run, step: int, state: TrainState) -> dict[str, float | int]:
-    result = parts.evaluator(state.params)
-    parts.metrics.log(step, result)
-    parts.throughput.pause()
+    with parts.throughput.paused():
+        result = parts.evaluator(state.params)
+        parts.metrics.log(step, result)
     return result
 
 
@@ -306,7 +310,7 @@ def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> d
         del values["loss_scale"]
     if said := parts.skips.add(values):
         parts.console.warn(f"step {step}: {said}")
-    parts.throughput.add(parts.config.train.global_batch * parts.config.data.seq_len)
+    parts.throughput.add(values["tokens"])
     speed = parts.throughput.tokens_per_second
     used = mfu(speed, parts.flops_per_token, parts.peak_flops)
     progress.update(step, loss=values["loss"], tokens_per_second=speed, mfu=used)

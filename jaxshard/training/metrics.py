@@ -1,7 +1,13 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases; and how fast it runs.
 
-A training line has `loss`, `grad_norm`, `lr`, `tokens`, `tokens_per_second`, ...; an evaluation line has `eval_loss`
-and `eval_tokens`. Both have `step`, counted from 1.
+A training line has `loss`, `grad_norm`, `lr`, `tokens`, `tokens_per_second`, `mfu`, ...; an evaluation line has
+`eval_loss` and `eval_tokens`. Both have `step`, counted from 1.
+
+A token is a target that counts in the loss: `tokens` are those of the line's update, `tokens_per_second` those of the
+last updates by the time between them, `mfu` is made of that. Padding is no token: rows that are half empty (data.pack
+false) halve all three rates, since the devices compute the padding too. The time between updates holds whatever the
+loop waits for, such as data and log files, but not what it does beside training: compiling, saving, evaluating,
+starting and writing a profile.
 """
 
 import contextlib
@@ -244,8 +250,8 @@ class WandbWriter:
 class Throughput:
     """Tokens a second over the last updates.
 
-    Call `add` each time updates are known to be finished on the device. The first call starts the clock, so the first
-    update, which compiles, does not count; nor does what passes between `pause` and the next `add` (evaluation, say).
+    Call `add` each time an update is known to be finished on the device. The first call starts the clock, so the first
+    update, which warms up, does not count.
     """
 
     def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):
@@ -260,8 +266,15 @@ class Throughput:
             self._spans.append((now - self._last, tokens))
         self._last = now
 
-    def pause(self) -> None:
-        """Stops the clock until the next `add`."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time within. Only where every update that was started has been added: no other is timed."""
+        yield
+        if self._last is not None:
+            self._last = self._clock()
+
+    def restart(self) -> None:
+        """Leaves out the next update, which something else delays while it is under way."""
         self._last = None
 
     @property
@@ -277,7 +290,7 @@ def mfu(tokens_per_second: float | None, flops_per_token: float, peak_flops: flo
     Defined in Chowdhery et al. 2022 (PaLM), appendix B: recomputation does not count.
 
     Args:
-        tokens_per_second: over all devices; None when not known yet.
+        tokens_per_second: over all devices, padding not counted; None when not known yet.
         flops_per_token: of forward and backward pass.
         peak_flops: FLOP/s of all devices together; None when the chip is not known.
     """
