@@ -14,7 +14,7 @@ from jaxshard.training.program import Program
 from jaxshard.xla.hardware import chip_of
 
 
-def run(config: Config, *, console: Console, given: Given, resume: str | None) -> dict[str, Any]:
+def run(config: Config, *, console: Console, given: Given, resume: str | int | None) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
     foresight = Foresight(
         arithmetic=arithmetic,

@@ -258,7 +258,7 @@ def run(
     program = build_program(fitting, devices, tokenizer.vocab_size)
     ids = prompt_ids(tokenizer, prompt)
     check_prompts(program.model.arch, [ids], max_new_tokens)
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    step, params = restore_parameters(program, Path(config.output or "."), checkpoint, console.warn)
     room = room_for(program.model.arch, len(ids))
     if max_new_tokens > room:
         console.warn(f"beyond {room:,} new tokens the text is longer than what the model was made for (max_seq_len)")

@@ -67,7 +67,7 @@ def run(config: Config, *, console: Console, given: Given, checkpoint: int | Non
     evaluator = Evaluator(program, dataset, rows)
     if not evaluator.possible:
         raise InputError("no documents were held out: train with --data.eval_fraction above 0")
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    step, params = restore_parameters(program, Path(config.output or "."), checkpoint, console.warn)
     result = evaluator(params)
     perplexity = math.exp(min(result["eval_loss"], 700.0))
     console.line(

@@ -27,7 +27,8 @@ from jaxshard.training.describe import memory_line, show_program, size_text
 from jaxshard.training.evaluate import Evaluator
 from jaxshard.training.foresight import AUTO, Forecast, Foresight, explained
 from jaxshard.training.leftovers import dropped, own_devices, source_named, without_leftovers
-from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
+from jaxshard.training.metrics import Metrics, Throughput, evaluated, mfu, open_metrics
+from jaxshard.training.place import go_back, place_to_go_on, said_of
 from jaxshard.training.program import Program
 from jaxshard.training.signals import StopRequest, stop_on_signal
 from jaxshard.training.skips import Skips
@@ -41,6 +42,7 @@ from jaxshard.training.start import (
     output_folder,
     resolved,
     run_facts,
+    unpadded,
     write_config,
 )
 from jaxshard.training.state import TrainState
@@ -75,14 +77,16 @@ class Run:
         return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
-def run(config: Config, *, console: Console, given: Given, resume: str | None, foresight: Foresight) -> dict[str, Any]:
+def run(
+    config: Config, *, console: Console, given: Given, resume: str | int | None, foresight: Foresight
+) -> dict[str, Any]:
     """Trains, evaluates, and says where everything is.
 
     Args:
         config: of the run.
         console: where to say it.
         given: what stands on the command line.
-        resume: "required", "auto" or None.
+        resume: "required", "auto", the step of a checkpoint to go back to, or None.
         foresight: what is known of memory, speed and better layouts.
 
     Returns a summary with the exit code: 0 done, 3 stopped by a signal after saving.
@@ -104,33 +108,38 @@ def run(config: Config, *, console: Console, given: Given, resume: str | None, f
         forecast = _forecast(program, foresight, console)
         saved = checkpoints(config)
         stack.callback(saved.close)
-        if resume:
-            _show_resume(program, saved, changes_since(config, folder), console)
+        place = None if resume is None else place_to_go_on(folder, saved, resume)
+        if resume is not None:
+            _show_resume(program, saved, place, said_of(folder, saved, place), changes_since(config, folder), console)
         stack.enter_context(explained(program, foresight))
-        state, start = first_or_restored(program, saved, resume)
+        state, start = first_or_restored(program, saved, place)
+        for said in go_back(saved, start) if isinstance(resume, int) else ():
+            console.warn(said)
+        saved.note(place)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         figures = foresight.arithmetic(program)
         parts = Run(config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, *figures)
         write_config(config, folder, start)
-        if 0 < parts.end <= start:
+        step = start
+        finished = 0 < parts.end <= start
+        if finished and not _lacks_evaluation(parts, start):
             console.line(f"{folder} is finished at step {start}; to go on, raise --train.steps (now {parts.end})")
             return {"step": start, "output": str(folder)}
-        step = start
-        if not request:
+        if not finished and not request:
             compiled = _compile(program, forecast, console)
             state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
 
 def _opened(
-    config: Config, folder: Path, foresight: Foresight, given: Given, resume: str | None, console: Console
+    config: Config, folder: Path, foresight: Foresight, given: Given, resume: str | int | None, console: Console
 ) -> tuple[Dataset, Program]:
     """Opens a run; one that goes on leaves out, and says so, what it had for another mesh.
 
     A file that the user names beside --resume states the run in full, like a new one.
     """
     file = folder / CONFIG_FILE
-    if not resume or "config" in given.options or not file.exists():
+    if resume is None or "config" in given.options or not file.exists():
         return open_run(config, foresight.layout)
     before = load_config(file, saved=True).mesh
 
@@ -144,16 +153,24 @@ def _opened(
         return open_run(own_devices(config, given), foresight.layout, adapt)
 
 
-def _show_resume(program: Program, saved: Checkpoints, changes: list[str], console: Console) -> None:
-    """Says where the run goes on, and what is no longer as it was."""
-    latest = saved.latest()
-    if latest is None:
-        console.line("the run has no complete checkpoint yet: it begins at step 0")
+def _show_resume(
+    program: Program, saved: Checkpoints, place: int | None, said: list[str], changes: list[str], console: Console
+) -> None:
+    """Says where the run goes on, what is passed over, and what is no longer as it was."""
+    if place is None:
+        console.line("the run has no complete checkpoint to go on from: it begins at step 0")
     else:
-        check_same_model(program, saved, latest)
-        console.line(f"goes on from the checkpoint of step {latest}")
+        check_same_model(program, saved, place)
+        console.line(f"goes on from the checkpoint of step {place}")
+    for each in said:
+        console.warn(each)
     for change in changes:
         console.line(f"changed since: {change}")
+
+
+def _lacks_evaluation(parts: Run, step: int) -> bool:
+    """Whether a run was killed between the save of its last step and the evaluation that belongs to it."""
+    return step == parts.end and parts.evaluator.possible and not evaluated(parts.folder, step)
 
 
 def _forecast(program: Program, foresight: Foresight, console: Console) -> Forecast:
@@ -189,6 +206,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
             profile(step + 1)
             state, metrics = compiled(state, program.place(next(batches), config.train.accumulation))
             step += 1
+            parts.saved.poll()
             if pending is not None:
                 _record(parts, progress, *pending)
             pending = (step, metrics)
@@ -239,7 +257,9 @@ def _profiler(config: Config, folder: Path) -> Iterator[Callable[[int], None]]:
 
 def _save(parts: Run, step: int, state: TrainState, instead_of: Sequence[int] | None = None) -> None:
     parts.metrics.flush()
-    if not parts.saved.save(step, state, run_facts(parts.program), instead_of):
+    program = parts.program
+    padding = dict(axes=program.logical_axes, sizes=unpadded(program))
+    if not parts.saved.save(step, state, run_facts(program), instead_of, **padding):
         raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 
 
