@@ -12,7 +12,8 @@ _ELSEWHERE = {
     # size and place of the batch, length of the run
     "train.global_batch": _BATCH,
     "train.steps": f"{_STEPS} epochs num_epochs num_train_epochs max_epochs train_epochs",
-    "parallel.accumulation": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum_steps",
+    "parallel.accumulation": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches "
+    "grad_accum_steps",
     "parallel.microbatches": "num_microbatches micro_batch_size microbatch_size pipeline_microbatches",
     "train.seed": "random_seed random_state data_seed",
     "resume": "resume_from_checkpoint resume_training auto_resume load_checkpoint",

@@ -220,11 +220,13 @@ def test_a_state_that_does_not_fit_is_refused(saved, change, message):
 def test_padding_may_differ_where_it_is_allowed(saved):
     state = {"table": jnp.pad(jnp.ones((5, 3)), ((0, 3), (0, 0))), "other": jnp.ones(4)}
     axes, sizes = {"table": ("vocab", "embed"), "other": ("embed",)}, {"vocab": 5}
-    saved.save(1, state, {})
+    saved.save(1, state, {}, axes=axes, sizes=sizes)
     for rows in (5, 6, 8, 12):
         target = {"table": jax.ShapeDtypeStruct((rows, 3), jnp.float32), "other": abstract(state)["other"]}
         back, _ = saved.restore(1, target, axes=axes, sizes=sizes)
         np.testing.assert_array_equal(back["table"], np.pad(np.ones((5, 3)), ((0, rows - 5), (0, 0))))
+    with pytest.raises(InputError, match=r"table .*: not the bits that were saved"):
+        saved.restore(1, target, axes=axes, sizes={"vocab": 4})
     target["table"] = jax.ShapeDtypeStruct((4, 3), jnp.float32)
     with pytest.raises(InputError, match="table is"):
         saved.restore(1, target, axes=axes, sizes=sizes)
@@ -337,5 +339,7 @@ def test_the_layout_on_disk_is_as_documented(saved):
     saved.wait()
     content = json.loads((saved.folder / "1" / "meta" / "metadata").read_text())
     assert content["meta"] == {"a": 1}
-    assert content["arrays"]["params.blocks.query"] == ["float32", [8, 4]]
-    assert content["arrays"]["moments.0.mu.blocks.query"] == ["float32", [8, 4]]
+    name, shape, checksum = content["arrays"]["params.blocks.query"]
+    assert (name, shape) == ("float32", [8, 4]) and int(checksum, 16) and len(checksum) == 16
+    assert content["arrays"]["moments.0.mu.blocks.query"][:2] == ["float32", [8, 4]]
+    assert content.keys() == {"arrays", "meta", "checksum"}

@@ -30,7 +30,7 @@ from jaxshard.models.layers import Context, TokenInfo
 from jaxshard.models.transformer import is_slotted, slotted
 from jaxshard.training.checkpoint import Checkpoints
 from jaxshard.training.program import Program, build_program
-from jaxshard.training.start import run_facts
+from jaxshard.training.start import run_facts, unpadded
 from jaxshard.training.state import TrainState
 
 GREEDY = Sampling(greedy=True)
@@ -298,8 +298,10 @@ def folder(tmp_path_factory):
     found = program("pp=2,dp=2", 1, virtual_stages=2, vocab_size=257)
     assert found.model.layer_order.tolist() == [0, 2, 1, 3]
     params = jax.device_put(drawn(found), found.layout.parameters)
+    only = lambda params: TrainState(None, params, None, None, None, None, None)
     with Checkpoints(path / "checkpoints") as saved:
-        saved.save(7, TrainState(None, params, None, None, None, None, None), run_facts(found))
+        padding = dict(axes=only(found.logical_axes.params), sizes=unpadded(found))
+        saved.save(7, only(params), run_facts(found), **padding)
     (path / "config.yaml").write_text(run_to_yaml(saved_values(replace(found.config, output=str(path)))))
     return path
 

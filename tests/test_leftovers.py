@@ -45,7 +45,8 @@ def pipeline(tmp_path_factory) -> Path:
     config = replace(CONFIG, data=replace(CONFIG.data, path=str(folder / "texts")))
     _, program = start.open_run(config)
     with start.checkpoints(replace(config, output=str(folder))) as saved:
-        saved.save(1, program.init(), start.run_facts(program))
+        padding = dict(axes=program.logical_axes, sizes=start.unpadded(program))
+        saved.save(1, program.init(), start.run_facts(program), **padding)
     start.write_config(start.resolved(program.config, program), folder)
     return folder
 

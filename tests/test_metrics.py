@@ -51,7 +51,7 @@ def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     ]
 
 
-def test_resume_drops_later_and_broken_lines(tmp_path):
+def test_resume_moves_later_and_broken_lines_aside(tmp_path):
     with open_metrics(tmp_path, JSON_ONLY) as metrics:
         for step in (10, 20, 30):
             metrics.log(step, {"loss": 1.0})
@@ -62,7 +62,9 @@ def test_resume_drops_later_and_broken_lines(tmp_path):
         metrics.log(30, {"loss": 2.0})
     assert [line["step"] for line in lines(tmp_path)] == [10, 10, 20, 20, 30]
     assert lines(tmp_path)[-1]["loss"] == 2.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.dropped.jsonl", "metrics.jsonl"]
+    *moved, broken = (tmp_path / "metrics.dropped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in moved] == [30, 30] and broken == '{"step": 4'
 
 
 def test_tensorboard_holds_every_number_and_purges_on_resume(tmp_path):

@@ -26,7 +26,7 @@ def run(config: Config, *, console: Console, given: Given, checkpoint: int | Non
     evaluator = Evaluator(program, dataset, rows)
     if not evaluator.possible:
         raise InputError("no documents were held out: train with --data.eval_fraction above 0")
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    step, params = restore_parameters(program, Path(config.output or "."), checkpoint, console.warn)
     if changes := other_text(dataset, Path(config.output or ".") / "checkpoints", step):
         console.warn(
             f"this is not the text of the run, which may have trained on what is held out here: {'; '.join(changes)}"

@@ -48,7 +48,7 @@ def run(
     program = build_program(fitting, devices, tokenizer.vocab_size)
     ids = prompt_ids(tokenizer, prompt)
     check_prompts(program.model.arch, [ids], max_new_tokens)
-    step, params = restore_parameters(program, Path(config.output or "."), checkpoint)
+    step, params = restore_parameters(program, Path(config.output or "."), checkpoint, console.warn)
     if said := _other_tokenizer(tokenizer, Path(config.output or ".") / "checkpoints", step):
         console.warn(said)
     room = room_for(program.model.arch, len(ids))

@@ -37,9 +37,12 @@ def run(config: Config, *, console: Console, presets: bool, checkpoint: int | No
         return show_presets(console)
     # Reading checkpoints takes a while to import, which the table of presets need not wait for.
     from jaxshard.training.checkpoint import complete_steps, describe
+    from jaxshard.training.saved import doubts
 
     folder = Path(config.output or ".") / "checkpoints"
     found, arch = describe(folder, checkpoint), architecture(config.model)
+    for said in doubts(folder, found.step) if checkpoint is None else ():
+        console.warn(said)
     result = summary(config, arch, found) | {"steps": complete_steps(folder)}
     show(console, config, arch, result)
     return result

@@ -30,9 +30,11 @@ class NoOptions:
 class TrainOptions:
     """Options of train"""
 
-    resume: Literal["required", "auto"] | None = field(default=None, metadata={"bare": "required"})
-    """Go on from the newest checkpoint in the output folder, which must hold one; with the value auto: if it holds one.
-    Without --config, the run's own config.yaml is read first."""
+    resume: Literal["required", "auto"] | int | None = field(default=None, metadata={"bare": "required"})
+    """Go on from the newest checkpoint in the output folder, which must hold a run; with the value auto: if it holds
+    one; with a number: go back to the checkpoint of that step (0: begin again). Newer checkpoints are then set aside
+    and later lines of the log moved to metrics.dropped.jsonl. Without --config, the run's own config.yaml is read
+    first."""
     allow_changed_data: bool = False
     """With --resume: go on although the text, its tokenizer, data.seq_len, data.pack, data.eval_fraction or train.seed
     is not what the checkpoint was trained on. Rows may be skipped or repeated. (Another train.global_batch needs no

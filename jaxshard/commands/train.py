@@ -17,7 +17,7 @@ from jaxshard.xla.hardware import chip_of
 
 
 def run(
-    config: Config, *, console: Console, given: Given, resume: str | None, allow_changed_data: bool
+    config: Config, *, console: Console, given: Given, resume: str | int | None, allow_changed_data: bool
 ) -> dict[str, Any]:
     """Trains; see `jaxshard.training.loop.run`."""
     handed = foresight(console, given, resume is not None)

@@ -160,7 +160,7 @@ def _placeholder(option: Option) -> str:
     if typing.get_origin(option.hint) is Literal:
         text = "|".join(map(str, kinds))
     elif typing.get_origin(kinds[0]) is Literal:
-        text = "|".join(map(str, typing.get_args(kinds[0])))
+        text = "|".join([*map(str, typing.get_args(kinds[0])), *(["N"] if int in kinds else [])])
     elif option.hint == (tuple[str, str] | None):
         text = "A B"
     elif tuple in (typing.get_origin(kinds[0]), typing.get_origin(option.hint)):

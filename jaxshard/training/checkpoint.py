@@ -7,23 +7,29 @@ save, and skips saves silently.
 
 import contextlib
 import json
-import logging
 import shutil
-import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from jaxshard.errors import InputError
-from jaxshard.training.saved import Description, SavedArray, check_fit, complete_steps, damaged, describe, reason
+from jaxshard.training.checksum import checksums
+from jaxshard.training.quiet import quieten
+from jaxshard.training.saved import (
+    Description,
+    SavedArray,
+    check_fit,
+    complete_steps,
+    content,
+    damaged,
+    describe,
+    reason,
+)
 
 __all__ = ["Checkpoints", "Description", "SavedArray", "complete_steps", "describe"]
 
@@ -36,21 +42,24 @@ class Checkpoints:
     Args:
         folder: created on the first save.
         keep: newest checkpoints that are kept; older ones are deleted once a newer one is complete.
+        record: a file that holds the step of the newest one that was completed, or "none": what a run had is known
+            though the folder is lost.
 
     Attributes:
         newest: step of the last save that this object began.
     """
 
-    def __init__(self, folder: Path, keep: int = 3):
+    def __init__(self, folder: Path, keep: int = 3, record: Path | None = None):
         assert keep > 0
         self.folder = Path(folder).absolute()
-        self._keep = keep
+        self._keep, self._record = keep, record
         self._writer: ocp.AsyncCheckpointer | None = None
         self._pending: tuple[int, int] | None = None  # Step and bytes of the save under way.
+        self._watcher: _Watcher | None = None  # Waits for that save.
         self._instead_of: Sequence[int] | None = None  # What it replaces.
         self.newest: int | None = None
         self._sweeper: threading.Thread | None = None
-        _quiet()
+        quieten()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -60,8 +69,16 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any], instead_of: Sequence[int] | None = None) -> bool:
-        """Copies the state to the host and writes it in the background.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: Mapping[str, Any],
+        instead_of: Sequence[int] | None = None,
+        axes: Any = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Sums up the state, copies it to the host and writes it in the background.
 
         When it returns, the arrays may be donated. An earlier save that is still under way is waited for.
 
@@ -71,6 +88,7 @@ class Checkpoints:
             meta: JSON values: data position, configuration, ...
             instead_of: steps of the checkpoints that are deleted once this one is complete; by default those that are
                 too old.
+            axes, sizes: of the dims whose padding may differ when it is restored, as for `restore`.
 
         Returns:
             False if a complete checkpoint of this step is there already, which is left as it is.
@@ -89,19 +107,28 @@ class Checkpoints:
                 "move it away, or choose another --output"
             )
         flat = _flatten(state)
-        arrays = {path: [x.dtype.name, list(x.shape)] for path, x in flat.items()}
-        content = {"arrays": arrays, "meta": dict(meta)}
-        json.dumps(content)  # What is no JSON is told here and not by a thread.
+        json.dumps(dict(meta))  # What is no JSON is told here and not by a thread.
+        beside = content(_summed(flat, _padded_paths(state, axes, sizes or {})), meta)
         self._instead_of = instead_of
         self._pending = step, sum(x.nbytes for x in flat.values())
         with self._clear_errors():
             if jax.process_index() == 0:
                 self._make_room(step)
             self._writer = self._writer or ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-            args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat), meta=ocp.args.JsonSave(content))
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat), meta=ocp.args.JsonSave(beside))
             self._writer.save(self.folder / str(step), args=args)
+            self._watcher = _Watcher(self._writer)
         self.newest = step
         return True
+
+    def poll(self) -> None:
+        """Finds out, without waiting, whether the last save is complete; to be called often.
+
+        Raises:
+            InputError: that save failed; told once.
+        """
+        if self._watcher is not None and not self._watcher.is_alive():
+            self._end_save()
 
     def wait(self) -> None:
         """Waits until the last save is complete, then deletes checkpoints that are too old.
@@ -109,14 +136,18 @@ class Checkpoints:
         Raises:
             InputError: that save failed; told once.
         """
-        if self._writer is not None and self._pending is not None:
-            with self._clear_errors():
-                self._writer.wait_until_finished()
-                if jax.process_index() == 0:
-                    self._prune()
-                self._pending = None
+        self._end_save()
         if self._sweeper is not None:
             self._sweeper.join()
+
+    def note(self, step: int | None) -> None:
+        """Records the newest checkpoint that the run goes on from, None where it has none yet."""
+        if self._record is not None and jax.process_index() == 0:
+            # The record only helps to tell what was lost: a full disk must not end a run for it.
+            with contextlib.suppress(OSError):
+                draft = self._record.with_name(self._record.name + ".tmp")
+                draft.write_text("none" if step is None else str(step))
+                draft.replace(self._record)
 
     def restore(
         self,
@@ -139,7 +170,8 @@ class Checkpoints:
             The state, bit for bit, and the meta values.
 
         Raises:
-            InputError: no such checkpoint; it is damaged; an array is missing, left over, or of another shape or type.
+            InputError: no such checkpoint; it is damaged, which the checksum of every array that is read tells; an
+                array is missing, left over, or of another shape or type.
         """
         self.wait()
         found = describe(self.folder, step)
@@ -165,6 +197,7 @@ class Checkpoints:
             raise damaged(self.folder, step, met) from error
         finally:
             reader.close()
+        self._verify(found, flat, resized)
         return jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted]), found.meta
 
     def close(self) -> None:
@@ -180,12 +213,35 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _verify(self, found: Description, flat: Mapping[str, jax.Array], padded: Mapping[str, dict[int, int]]) -> None:
+        """Compares what was read with the checksums; where the padding is another one, what lies before it."""
+        saved = {array.path: array for array in found.arrays if array.checksum and array.path in flat}
+        other = {path: padded[path] for path, array in saved.items() if flat[path].shape != array.shape}
+        expected = {path: array.unpadded if path in other else array.checksum for path, array in saved.items()}
+        here = checksums({path: flat[path] for path in saved}, _extents(flat, other))
+        wrong = [path for path in saved if here[path] != expected[path]]
+        if wrong:
+            named = ", ".join(f"{path} ({saved[path]})" for path in wrong[:3])
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            text = f"{named}{more}: not the bits that were saved (checksum {here[wrong[0]]}, not {expected[wrong[0]]})"
+            raise damaged(self.folder, found.step, ValueError(text))
+
+    def _end_save(self) -> None:
+        """Waits for the save that is under way, deletes what it replaces, and records it."""
+        if self._watcher is None or self._pending is None:
+            return
+        watcher, self._watcher = self._watcher, None
+        with self._clear_errors():
+            watcher.result()
+            if jax.process_index() == 0:
+                self._prune()
+            self.note(self._pending[0])
+            self._pending = None
+
     def _make_room(self, step: int) -> None:
         """Removes what killed runs left, and moves an incomplete checkpoint of this step aside."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if _UNFINISHED in path.name or path.name.endswith(_DELETED):
-                _remove_restless(path)
+        remove_unfinished(self.folder)
         target = self.folder / str(step)
         if target.exists():
             aside = target.with_name(target.name + _ASIDE)
@@ -200,6 +256,8 @@ class Checkpoints:
         for path in gone:
             path.with_name(path.name.removesuffix(_DELETED)).rename(path)
         if gone:
+            if self._sweeper is not None:
+                self._sweeper.join()
             self._sweeper = threading.Thread(target=_remove, args=(gone,), name="delete_checkpoints")
             self._sweeper.start()
 
@@ -219,6 +277,8 @@ class Checkpoints:
             step, size = self._pending or (0, 0)
             self._pending = None
             self._drop_writer()
+            if jax.process_index() == 0:
+                remove_unfinished(self.folder)  # Its space is what the log needs now, and the next start.
             free, good = "", self.latest()
             with contextlib.suppress(OSError):
                 free = f" (the state has {size:,} bytes, {shutil.disk_usage(_existing(self.folder)).free:,} are free)"
@@ -227,6 +287,34 @@ class Checkpoints:
                 "the folder writable, or choose another --output. Newest complete checkpoint: "
                 f"{'none' if good is None else good}"
             ) from error
+
+
+class _Watcher(threading.Thread):
+    """Waits for a save, so that it can be asked whether it has ended."""
+
+    def __init__(self, writer: ocp.AsyncCheckpointer):
+        super().__init__(name="wait_for_checkpoint", daemon=True)
+        self._writer, self._error = writer, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._writer.wait_until_finished()
+        except BaseException as error:  # It is raised in the thread that asks.
+            self._error = error
+
+    def result(self) -> None:
+        """Waits, and raises what the save met."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes saves that were never finished and deletions that were not, of a run that has no save under way."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED in path.name or path.name.endswith(_DELETED):
+            _remove_restless(path)
 
 
 def _remove(paths: list[Path]) -> None:
@@ -247,44 +335,28 @@ def _existing(path: Path) -> Path:
     return path if path.exists() or path == path.parent else _existing(path.parent)
 
 
-def _quiet() -> None:
-    """Keeps Orbax's noise off the terminal: whatever matters in it is raised too, and told once."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_not_from_orbax)
-    # After an error the writes that had not begun are given up.
-    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
-    previous = sys.unraisablehook
-    if getattr(previous, "quiet", False):
-        return
-
-    def hook(unraisable: Any) -> None:
-        # Of several reads or writes that fail together, the later ones find nobody waiting for them any more.
-        error = unraisable.exc_value
-        if str(error) != "Event loop is closed" and not _from_orbax(unraisable.exc_traceback, str(error)):
-            previous(unraisable)
-
-    hook.quiet = True
-    sys.unraisablehook = hook
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio reports in its own name the later of several errors, or a task that ends with its event loop.
-    stack = record.exc_info[2] if record.exc_info else None
-    return not _from_orbax(stack, record.pathname, record.getMessage())
-
-
-def _from_orbax(stack: TracebackType | None, *texts: str) -> bool:
-    """Whether Orbax, or tensorstore below it, is named in the texts or by a frame of the stack."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(stack)]
-    return any(name in text for text in (*texts, *files) for name in ("orbax", "tensorstore"))
-
-
 def _flatten(tree: Any) -> dict[str, Any]:
     """Turns a pytree into {"params.blocks.attention.query": leaf}, in the order of its leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "two leaves with one name"
     return flat
+
+
+def _summed(flat: Mapping[str, Any], padded: Mapping[str, dict[int, int]]) -> dict[str, SavedArray]:
+    """Describes arrays with their checksums."""
+    whole, without = checksums(flat), checksums({path: flat[path] for path in padded}, _extents(flat, padded))
+    return {
+        path: SavedArray(path, tuple(x.shape), x.dtype.name, whole[path], without.get(path)) for path, x in flat.items()
+    }
+
+
+def _extents(flat: Mapping[str, Any], padded: Mapping[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
+    """How far each padded array counts along each dim."""
+    return {
+        path: tuple(dims[i] if i in dims else n for i, n in enumerate(flat[path].shape))
+        for path, dims in padded.items()
+    }
 
 
 def _padded_paths(abstract: Any, axes: Any, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:

@@ -27,7 +27,8 @@ from jaxshard.training.describe import memory_line, show_program, size_text
 from jaxshard.training.evaluate import Evaluator
 from jaxshard.training.foresight import AUTO, Forecast, Foresight, explained
 from jaxshard.training.leftovers import dropped, own_devices, source_named, without_leftovers
-from jaxshard.training.metrics import Metrics, Throughput, mfu, open_metrics
+from jaxshard.training.metrics import Metrics, Throughput, evaluated, mfu, open_metrics
+from jaxshard.training.place import go_back, place_to_go_on, said_of
 from jaxshard.training.program import Program
 from jaxshard.training.same_data import check_same_data, data_facts, rows_before
 from jaxshard.training.signals import StopRequest, stop_on_signal
@@ -42,6 +43,7 @@ from jaxshard.training.start import (
     output_folder,
     resolved,
     run_facts,
+    unpadded,
     write_config,
 )
 from jaxshard.training.state import TrainState
@@ -88,7 +90,7 @@ def run(
     *,
     console: Console,
     given: Given,
-    resume: str | None,
+    resume: str | int | None,
     allow_changed_data: bool,
     foresight: Foresight,
 ) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def run(
         config: of the run.
         console: where to say it.
         given: what stands on the command line.
-        resume: "required", "auto" or None.
+        resume: "required", "auto", the step of a checkpoint to go back to, or None.
         allow_changed_data: whether a run may go on with other data.
         foresight: what is known of memory, speed and better layouts.
 
@@ -121,48 +123,47 @@ def run(
         forecast = _forecast(program, foresight, console)
         saved = checkpoints(config)
         stack.callback(saved.close)
-        if resume:
-            _show_resume(program, dataset, saved, changes_since(config, folder), allow_changed_data, console)
+        place = None if resume is None else place_to_go_on(folder, saved, resume)
+        if resume is not None:
+            _check_resume(program, dataset, saved, place, allow_changed_data, console)
+            for said in said_of(folder, saved, place):
+                console.warn(said)
+            for change in changes_since(config, folder):
+                console.line(f"changed since: {change}")
         stack.enter_context(explained(program, foresight))
-        state, start = first_or_restored(program, saved, resume)
+        state, start = first_or_restored(program, saved, place)
+        for said in go_back(saved, start) if isinstance(resume, int) else ():
+            console.warn(said)
+        saved.note(place)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
         figures = foresight.arithmetic(program)
         rows = rows_before(saved.folder, start, folder / CONFIG_FILE) if start else 0
-        zero = rows - start * config.train.global_batch
+        zeroth = rows - start * config.train.global_batch
         evaluator = Evaluator(program, dataset)
-        parts = Run(
-            config,
-            program,
-            dataset,
-            folder,
-            saved,
-            metrics,
-            evaluator,
-            console,
-            foresight,
-            *figures,
-            row_of_step_0=zero,
-        )
-        if 0 < parts.end <= start:
+        opened = (config, program, dataset, folder, saved, metrics, evaluator, console, foresight)
+        parts = Run(*opened, *figures, row_of_step_0=zeroth)
+        finished = 0 < parts.end <= start
+        if finished and not _lacks_evaluation(parts, start):
             console.line(_finished(parts, start))
             return {"step": start, "output": str(folder)}
-        write_config(config, folder, start)
+        if not finished:
+            write_config(config, folder, start)
         step = start
-        if not request:
+        if not finished and not request:
             compiled = _compile(program, forecast, console)
             state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
 
 def _opened(
-    config: Config, folder: Path, foresight: Foresight, given: Given, resume: str | None, console: Console
+    config: Config, folder: Path, foresight: Foresight, given: Given, resume: str | int | None, console: Console
 ) -> tuple[Dataset, Program]:
     """Opens a run; one that goes on leaves out, and says so, what it had for another mesh.
 
     A file that the user names beside --resume states the run in full, like a new one.
     """
     file = folder / CONFIG_FILE
-    if not resume or "config" in given.options or not file.exists():
+    if resume is None or "config" in given.options or not file.exists():
         return open_run(config, foresight.layout)
     before = load_run(file).mesh
 
@@ -187,20 +188,22 @@ def _finished(parts: Run, step: int) -> str:
     )
 
 
-def _show_resume(
-    program: Program, dataset: Dataset, saved: Checkpoints, changes: list[str], allowed: bool, console: Console
+def _check_resume(
+    program: Program, dataset: Dataset, saved: Checkpoints, place: int | None, allowed: bool, console: Console
 ) -> None:
-    """Says where the run goes on, and what is no longer as it was; refuses another model, and other data unasked."""
-    latest = saved.latest()
-    if latest is None:
-        console.line("the run has no complete checkpoint yet: it begins at step 0")
-    else:
-        check_same_model(program, saved, latest)
-        if said := check_same_data(dataset, program.config.train.seed, saved.folder, latest, allowed):
-            console.warn(said)
-        console.line(f"goes on from the checkpoint of step {latest}")
-    for change in changes:
-        console.line(f"changed since: {change}")
+    """Says where the run goes on; refuses another model, and other data unasked."""
+    if place is None:
+        console.line("the run has no complete checkpoint to go on from: it begins at step 0")
+        return
+    check_same_model(program, saved, place)
+    if said := check_same_data(dataset, program.config.train.seed, saved.folder, place, allowed):
+        console.warn(said)
+    console.line(f"goes on from the checkpoint of step {place}")
+
+
+def _lacks_evaluation(parts: Run, step: int) -> bool:
+    """Whether a run was killed between the save of its last step and the evaluation that belongs to it."""
+    return step == parts.end and parts.evaluator.possible and not evaluated(parts.folder, step)
 
 
 def _forecast(program: Program, foresight: Foresight, console: Console) -> Forecast:
@@ -236,6 +239,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
             profile(step + 1)
             state, metrics = compiled(state, program.place(next(batches), config.parallel.accumulation))
             step += 1
+            parts.saved.poll()
             if pending is not None:
                 _record(parts, progress, *pending)
             pending = (step, metrics)
@@ -287,11 +291,12 @@ def _profiler(parts: Run) -> Iterator[Callable[[int], None]]:
 
 
 def _save(parts: Run, step: int, state: TrainState, instead_of: Sequence[int] | None = None) -> None:
-    facts = run_facts(parts.program) | data_facts(parts.dataset, parts.config.train.seed, parts.rows(step))
+    program = parts.program
+    facts = run_facts(program) | data_facts(parts.dataset, parts.config.train.seed, parts.rows(step))
     facts |= {"config": saved_values(parts.config)}
     with parts.throughput.paused():
         parts.metrics.flush()
-        new = parts.saved.save(step, state, facts, instead_of)
+        new = parts.saved.save(step, state, facts, instead_of, program.logical_axes, unpadded(program))
     if not new:
         raise RunError(f"{parts.saved.folder} holds a checkpoint of step {step} already, which is left as it is")
 

@@ -31,6 +31,10 @@ FLUSH_SECONDS = 5.0
 """TensorBoard files are flushed this often: each time it waits for the disk (fsync)."""
 
 
+METRICS_FILE, DROPPED_FILE = "metrics.jsonl", "metrics.dropped.jsonl"
+"""The log, and what a run that went back has logged beyond: every line is in one of them."""
+
+
 class Writer(Protocol):
     """One destination of the metrics."""
 
@@ -93,7 +97,8 @@ def open_metrics(folder: Path, log: LogConfig, step: int = 0, config: Mapping[st
     Args:
         folder: the run's output folder, which exists.
         log: which destinations.
-        step: finished updates of the checkpoint that is resumed; what was logged beyond it is dropped. 0 for a new run.
+        step: finished updates of the checkpoint that is resumed; what was logged beyond it is moved to
+            `DROPPED_FILE`. 0 for a new run.
         config: the run's configuration as plain values, shown by Weights & Biases.
 
     Raises:
@@ -101,7 +106,7 @@ def open_metrics(folder: Path, log: LogConfig, step: int = 0, config: Mapping[st
     """
     # The one that is most likely to fail comes first: then nothing has been touched.
     writers: list[Writer] = [WandbWriter(folder, log.wandb, config or {})] if log.wandb else []
-    writers.append(JsonLines(folder / "metrics.jsonl", step))
+    writers.append(JsonLines(folder / METRICS_FILE, step))
     if log.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", step))
     return Metrics(writers)
@@ -131,7 +136,7 @@ class JsonLines:
     def __init__(self, path: Path, step: int = 0):
         self._path = path
         with _clear_errors(path):
-            _drop_beyond(path, step)
+            _move_beyond(path, step)
             self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -150,13 +155,29 @@ class JsonLines:
             self._file.close()
 
 
-def _drop_beyond(path: Path, step: int) -> None:
-    """Keeps the lines of steps up to `step`; a half-written line goes too. The file is replaced in one go."""
+def logged_steps(folder: Path) -> list[float]:
+    """The steps of the logged lines of a run, in the order of the lines; infinity for one that is no such line."""
+    path = folder / METRICS_FILE
+    return [_step_of(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+
+
+def evaluated(folder: Path, step: int) -> bool:
+    """Whether the log of a run holds the evaluation at a step."""
+    path = folder / METRICS_FILE
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return any(b'"eval_loss"' in line and _step_of(line) == step for line in lines)
+
+
+def _move_beyond(path: Path, step: int) -> None:
+    """Keeps the lines of steps up to `step` and moves the others to the file beside it, a half-written one too."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if kept != lines:
+    stays = lambda line: line.endswith(b"\n") and _step_of(line) <= step
+    kept, beyond = [line for line in lines if stays(line)], [line for line in lines if not stays(line)]
+    if beyond:
+        with path.with_name(DROPPED_FILE).open("ab") as file:
+            file.write(b"".join(line.rstrip(b"\n") + b"\n" for line in beyond))
         new = path.with_name(path.name + ".new")
         new.write_bytes(b"".join(kept))
         os.replace(new, path)

@@ -1,7 +1,7 @@
 """What a folder of checkpoints holds, from its JSON alone: no Orbax, no arrays, no devices.
 
     <folder>/<step>/state   the arrays, under flat names such as "params.blocks.attention.query"
-    <folder>/<step>/meta    JSON: the caller's values, and name, shape and type of every array
+    <folder>/<step>/meta    JSON: the caller's values; name, type, shape and checksum of every array; its own checksum
 
 A folder that is named by a number is complete unless something has touched it since it was renamed to that name.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,18 @@ _PARTS = ("state/_METADATA", "state/manifest.ocdbt", "meta/metadata")
 
 @dataclass(frozen=True)
 class SavedArray:
-    """One array of a checkpoint: its name, shape and type, as in `params.head.norm.scale float32 [64]`."""
+    """One array of a checkpoint: its name, shape and type, as in `params.head.norm.scale float32 [64]`.
+
+    Attributes:
+        checksum: of the whole array; None in checkpoints from before there were checksums.
+        unpadded: of the array without its padding, where it has some.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    checksum: str | None = None
+    unpadded: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -60,15 +68,50 @@ class Description:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, oldest first; [] where there is no such folder."""
+    return [step for step, lacks in _steps(folder).items() if not lacks]
+
+
+def incomplete_steps(folder: Path) -> dict[int, str]:
+    """Steps of the folders that lack a part of a checkpoint, oldest first, with the first part that each lacks."""
+    return {step: lacks for step, lacks in _steps(folder).items() if lacks}
+
+
+def named_steps(folder: Path) -> list[int]:
+    """Steps of all folders that are named as checkpoints are, complete or not, oldest first."""
+    return list(_steps(folder))
+
+
+def _steps(folder: Path) -> dict[int, str]:
+    """Steps by which folders are named as a save names them (not 007), with the first part that is missing, or ""."""
     try:
-        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
+        steps = sorted(int(path.name) for path in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(name) for name in names if _is_complete(folder / name))
+        return {}
+    missing = lambda path: next((part for part in _PARTS if not (path / part).is_file()), "")
+    return {step: missing(folder / str(step)) for step in steps}
 
 
-def _is_complete(path: Path) -> bool:
-    return all((path / part).is_file() for part in _PARTS)
+def doubts(folder: Path, step: int) -> list[str]:
+    """What to say when the checkpoint of a step is used: newer ones that are passed over, and what is not verified."""
+    said = [
+        f"checkpoint {other} in {folder} is not complete and is passed over for that of step {step}: {lacks} is missing"
+        for other, lacks in incomplete_steps(folder).items()
+        if other > step
+    ]
+    if any(array.checksum is None for array in describe(folder, step).arrays):
+        said.append(f"checkpoint {step} has no checksums (an older version saved it): its numbers are not verified")
+    return said
+
+
+def content(arrays: Mapping[str, SavedArray], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written as JSON beside the arrays."""
+    rows = {path: [x.dtype, list(x.shape), *filter(None, (x.checksum, x.unpadded))] for path, x in arrays.items()}
+    body = {"arrays": rows, "meta": dict(meta)}
+    return body | {"checksum": _checksum(body)}
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
 def describe(folder: Path, step: int | None = None) -> Description:
@@ -91,7 +134,13 @@ def describe(folder: Path, step: int | None = None) -> Description:
         )
     try:
         saved = json.loads((folder / str(step) / "meta" / "metadata").read_text())
-        arrays = tuple(SavedArray(path, tuple(shape), dtype) for path, (dtype, shape) in saved["arrays"].items())
+        rows = saved["arrays"].items()
+        arrays = tuple(SavedArray(path, tuple(shape), dtype, *sums) for path, (dtype, shape, *sums) in rows)
+        body = {name: value for name, value in saved.items() if name != "checksum"}
+        # One without any checksum was saved before there were some.
+        summed = any(array.checksum for array in arrays) or saved.keys() != {"arrays", "meta"}
+        if summed and saved.get("checksum") != _checksum(body):
+            raise ValueError("meta/metadata has changed since it was written (its checksum differs)")
         return Description(step, arrays, saved["meta"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, step, error) from error
@@ -127,11 +176,14 @@ def check_fit(
 
 
 def damaged(folder: Path, step: int, error: BaseException) -> InputError:
-    others = [other for other in complete_steps(folder) if other != step]
-    return InputError(
-        f"checkpoint {step} in {folder} is damaged: {reason(error)}; move {folder / str(step)} away to use "
-        f"{f'the one of step {others[-1]}' if others else 'an earlier one (there is none here)'}"
-    )
+    """The message for a checkpoint that cannot be used, with the one that can be used instead."""
+    others = complete_steps(folder)
+    older, newer = [other for other in others if other < step], [other for other in others if other > step]
+    other = (older or newer or [None])[-1]
+    instead = "there is no other one in this folder: bring back a copy of it, or train again"
+    if other is not None:
+        instead = f"use the one of step {other} (train --resume {other}; eval and generate: --checkpoint {other})"
+    return InputError(f"checkpoint {step} in {folder} is damaged: {reason(error)}; {instead}")
 
 
 def reason(error: BaseException) -> str:

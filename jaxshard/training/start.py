@@ -13,6 +13,7 @@ import jax
 
 from jaxshard.config import ONE_RUN, Config
 from jaxshard.config.file import load_run, run_to_yaml, saved_values
+from jaxshard.config.options import options_of
 from jaxshard.data import Dataset, build, check_vocabulary, with_whole_paths
 from jaxshard.errors import InputError, obstacle
 from jaxshard.models.presets import Architecture, architecture
@@ -20,14 +21,17 @@ from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.mesh import Device, open_devices, resolve_mesh
 from jaxshard.parallel.offload import machine_bytes
 from jaxshard.parallel.rules import zero_stage
-from jaxshard.training.checkpoint import Checkpoints, describe
+from jaxshard.training.checkpoint import Checkpoints, describe, remove_unfinished
 from jaxshard.training.describe import size_text
 from jaxshard.training.foresight import AUTO
 from jaxshard.training.layer_order import in_layer_order
+from jaxshard.training.metrics import METRICS_FILE
+from jaxshard.training.place import RECORD_FILE
 from jaxshard.training.program import Program, build_program
+from jaxshard.training.saved import doubts
 from jaxshard.training.state import TrainState
 
-CONFIG_FILE, METRICS_FILE, LOCK_FILE = "config.yaml", "metrics.jsonl", ".lock"
+CONFIG_FILE, LOCK_FILE = "config.yaml", ".lock"
 FREE_TO_CHANGE = {"dropout", "attention", "max_seq_len"}
 """Fields of the model that may change when a run goes on: the parameters mean the same."""
 
@@ -94,16 +98,17 @@ def _check_batch(config: Config) -> None:
 
 def checkpoints(config: Config) -> Checkpoints:
     """The checkpoints of the run in `config.output`."""
-    return Checkpoints(Path(config.output or ".") / "checkpoints", config.checkpoint.keep)
+    folder = Path(config.output or ".")
+    return Checkpoints(folder / "checkpoints", config.checkpoint.keep, folder / RECORD_FILE)
 
 
 @contextmanager
-def output_folder(config: Config, resume: str | None) -> Iterator[Path]:
+def output_folder(config: Config, resume: str | int | None) -> Iterator[Path]:
     """Makes the run's folder and keeps other runs out of it until the block ends or the process is gone.
 
     Args:
         config: of the run.
-        resume: "required", "auto" or None.
+        resume: "required", "auto", the step of a checkpoint, or None.
 
     Raises:
         InputError: the folder cannot be made or written, is in use, holds a run that is not to be resumed, or none.
@@ -113,7 +118,7 @@ def output_folder(config: Config, resume: str | None) -> Iterator[Path]:
         try:
             if what := obstacle(folder) or obstacle(folder / "checkpoints"):
                 raise InputError(f"output folder {folder} cannot be written: {what}; or choose another --output")
-            if resume == "required" and not (folder / CONFIG_FILE).exists():
+            if resume not in (None, "auto") and not (folder / CONFIG_FILE).exists():
                 raise InputError(
                     f"--resume: {folder} holds no run; start one without --resume, or name its folder (--output)"
                 )
@@ -124,16 +129,24 @@ def output_folder(config: Config, resume: str | None) -> Iterator[Path]:
                     f"{folder} already holds a run: choose another --output, go on with it (--resume), or delete it "
                     "first"
                 )
-            probe = folder / ".writable"
-            probe.write_text(" " * 65536)
-            probe.unlink()
+            remove_unfinished(folder / "checkpoints")  # A save that found the disk full has left it full.
+            _check_writable(folder / ".writable")
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(
-                f"output folder {folder} cannot be written ({_reason(error)}): choose another --output"
+                f"output folder {folder} cannot be written ({_reason(error)}): free some space, or choose another "
+                "--output"
             ) from None
         yield folder
+
+
+def _check_writable(probe: Path) -> None:
+    """Writes 64 KB and removes them again, whatever happens."""
+    try:
+        probe.write_text(" " * 65536)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _keep_others_out(lock: BinaryIO, folder: Path) -> None:
@@ -224,11 +237,7 @@ def changes_since(config: Config, folder: Path) -> list[str]:
     path = folder / CONFIG_FILE
     if not path.exists():
         return []
-    flat = lambda c: {
-        (f"{group}.{name}" if isinstance(value, dict) else group): inner
-        for group, value in asdict(c).items()
-        for name, inner in (value.items() if isinstance(value, dict) else [("", value)])
-    }
+    flat = lambda c: {option.name: option.default for option in options_of(c)}
     try:
         before, now, left_out = flat(load_run(path)), flat(config), {"output", *ONE_RUN}
     except InputError:  # The user has stated the run in full, which is what helps against this.
@@ -238,23 +247,21 @@ def changes_since(config: Config, folder: Path) -> list[str]:
     ]
 
 
-def first_or_restored(program: Program, saved: Checkpoints, resume: str | None) -> tuple[TrainState, int]:
-    """Creates the state, or restores the newest checkpoint; returns it with its step.
-
-    A run that was stopped before its first checkpoint begins again: nothing of it is lost.
-    """
-    latest = saved.latest() if resume else None
-    if latest is None:
+def first_or_restored(program: Program, saved: Checkpoints, step: int | None) -> tuple[TrainState, int]:
+    """Creates the state, or restores the checkpoint of that step; returns it with its step."""
+    if step is None:
         return program.init(), 0
-    state, facts = saved.restore(latest, program.abstract, axes=program.logical_axes, sizes=_unpadded(program))
-    return _in_own_order(program, state, program.logical_axes, facts), latest
+    state, facts = saved.restore(step, program.abstract, axes=program.logical_axes, sizes=unpadded(program))
+    return _in_own_order(program, state, program.logical_axes, facts), step
 
 
-def restore_parameters(program: Program, folder: Path, step: int | None) -> tuple[int, Any]:
-    """Restores a checkpoint of a run and returns (step, parameters).
+def restore_parameters(
+    program: Program, folder: Path, step: int | None, warn: Callable[[str], None]
+) -> tuple[int, Any]:
+    """Restores a checkpoint of a run and returns (step, parameters); warns of newer ones that are passed over.
 
     Raises:
-        InputError: there is no such checkpoint.
+        InputError: there is no such checkpoint, or it is damaged.
     """
     saved = Checkpoints(folder / "checkpoints", keep=1_000_000)
     steps = saved.steps()
@@ -263,9 +270,11 @@ def restore_parameters(program: Program, folder: Path, step: int | None) -> tupl
     if step is not None and step not in steps:
         raise InputError(f"--checkpoint {step}: {folder} holds {', '.join(map(str, steps))}")
     chosen = steps[-1] if step is None else step
+    for said in doubts(saved.folder, chosen) if step is None else ():
+        warn(said)
     only = lambda state: TrainState(None, state.params, None, None, None, None, None)
     axes = only(program.logical_axes)
-    state, facts = saved.restore(chosen, only(program.abstract), partial=True, axes=axes, sizes=_unpadded(program))
+    state, facts = saved.restore(chosen, only(program.abstract), partial=True, axes=axes, sizes=unpadded(program))
     return chosen, _in_own_order(program, state, axes, facts).params
 
 
@@ -275,6 +284,6 @@ def _in_own_order(program: Program, state: TrainState, axes: TrainState, facts: 
     return in_layer_order(state, axes, program.model.arch.n_layers, saved, program.model.dealt)
 
 
-def _unpadded(program: Program) -> dict[str, int]:
+def unpadded(program: Program) -> dict[str, int]:
     """Sizes of the padded logical axes without their padding, which may differ from mesh to mesh."""
     return {"vocab": program.model.arch.vocab_size}
