@@ -11,8 +11,8 @@ from jaxshard.models.fused_attention import band_size, batchable, within_documen
 
 def _plain(q, k, v, mask):
     assert q.ndim == 4 and mask.shape[1:] == (1, q.shape[1], k.shape[1])
-    causal = q.shape[1] == k.shape[1]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="xla")
+    how = {"mask": mask, "is_causal": True} if mask.dtype == bool else {"bias": mask}
+    return jax.nn.dot_product_attention(q, k, v, **how, implementation="xla")
 
 
 def _arrays(*lead):

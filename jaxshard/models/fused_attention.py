@@ -13,6 +13,7 @@ Shapes: B batch, T sequence, H query heads, K kv heads, E head width, U keys up 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +27,15 @@ BANDS = 32
 """Bands of a row at most: the kernel is in the program once for each."""
 
 Kernel = Callable[..., jax.Array]
-"""(q [B, C, H, E], k [B, U, K, E], v, mask [B, 1, C, U]) -> [B, C, H, E]."""
+"""(q [B, C, H, E], k [B, U, K, E], v, mask) -> [B, C, H, E]; the mask is bool [B, 1, T, T], with the causal one beside
+it, or whole and to be added to the logits: 0 and a large negative number, [B, 1, C, U]."""
 
 
 def cudnn(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask_Bx1xTxT: jax.Array | None) -> jax.Array:
-    """Causal attention within the mask, scale 1/sqrt(E); returns [B, T, H, E].
-
-    A band's mask, which has more keys than queries, has to be causal itself.
-    """
-    causal = q_BxTxHxE.shape[1] == k_BxTxKxE.shape[1]
-    return jax.nn.dot_product_attention(
-        q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask=mask_Bx1xTxT, is_causal=causal, implementation="cudnn"
-    )
+    """Causal attention within the mask (see `Kernel`), scale 1/sqrt(E); returns [B, T, H, E]."""
+    added = mask_Bx1xTxT is not None and mask_Bx1xTxT.dtype != bool
+    mask: Any = {"bias": mask_Bx1xTxT} if added else {"mask": mask_Bx1xTxT, "is_causal": True}
+    return jax.nn.dot_product_attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, **mask, implementation="cudnn")
 
 
 def band_size(seq_len: int) -> int:
@@ -70,9 +68,14 @@ def _banded(kernel: Kernel) -> Kernel:
 
     def band(start: int, stop: int, q, k, v, segments):
         q, k, v = q[:, start:stop], *(a[:, :stop].astype(q.dtype) for a in (k, v))
-        order = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
+        # Masks are the same for all layers: jax makes before the loop over them, and keeps, all that does not depend
+        # on what a layer computes, constants of a mask's size too. So all of it has to depend on the queries.
+        hidden = jnp.asarray(-(2.0 ** (15 if q.dtype == jnp.float16 else 41)), q.dtype)
+        seen = jnp.zeros((), q.dtype)
+        parts = (q, segments, jnp.arange(stop), seen, hidden)
+        q, segments, order, seen, hidden = jax.lax.optimization_barrier(parts)
         same = segments[:, None, start:stop, None] == segments[:, None, None, :stop]
-        return kernel(q, k, v, order & same)
+        return kernel(q, k, v, jnp.where(same & (order[start:, None] >= order), seen, hidden))
 
     def whole(q, k, v, segments):
         T, size = q.shape[1], band_size(q.shape[1])
