@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxshard.analysis.calibration import calibrated
 from jaxshard.analysis.lock import check_writable
+from jaxshard.analysis.pool import setting
 from jaxshard.analysis.timeline import Timeline
 from jaxshard.config import Config
 from jaxshard.config.options import Given
@@ -23,7 +24,7 @@ from jaxshard.planner.advice import reasons
 from jaxshard.planner.confirm import Answers, compiler_missing, confirmed, tokenizer_size
 from jaxshard.planner.host_memory import fitting_parts, within_host
 from jaxshard.planner.prediction import is_known
-from jaxshard.planner.ranking import PREFERENCE, Scored, Search
+from jaxshard.planner.ranking import MARGIN, PREFERENCE, Scored, Search
 from jaxshard.planner.refusal import NothingFits, refused, searched
 from jaxshard.planner.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of
 from jaxshard.training.program import attention_kernel
@@ -151,8 +152,8 @@ def check_options(target: Target, memory_limit: float | None, fewest: bool, repo
     usable = target.chip.usable_bytes
     if memory_limit is not None and usable and memory_limit * 2**30 > usable:
         raise InputError(
-            f"--memory_limit {memory_limit:g} limits nothing: a device of {target.name} has {usable / 2**30:.2f} GiB; "
-            "give less, or leave it out"
+            f"--memory_limit {memory_limit:g} limits nothing: a program has {usable / 2**30:.2f} GiB of a device of "
+            f"{target.name}; give less, or leave it out"
         )
     if fewest and target.chip.name not in CHIPS:
         raise InputError(f"--fewest needs a target whose sizes are known, such as --target h100:64, not {target.name}")
@@ -210,6 +211,8 @@ def offered(
     answers = Answers(notes, asking=asking)
     for scored, verdict in confirmed(found, confirm, answers):
         command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
+        chip, peak = found.target.chip, verdict.peak or scored.memory.total / (1 - MARGIN)
+        command = setting(chip.platform, chip.memory_bytes, peak) + command
         seconds = scored.seconds if found.timed else None
         plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline))
         if len(plans) == ROWS:

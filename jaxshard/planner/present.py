@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxshard.analysis.memory import Memory, estimate
+from jaxshard.analysis.pool import MOST, VARIABLE
 from jaxshard.config import Config
 from jaxshard.config.file import load_config
 from jaxshard.config.options import Given
@@ -224,4 +225,4 @@ def _largest(memory: Memory) -> str:
 
 def _preallocation(device: Device) -> str:
     """On GPUs jax takes a share of the memory when it starts (docs.jax.dev, GPU memory allocation)."""
-    return "" if device.platform in ("cpu", "tpu") else "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets jax use more"
+    return "" if device.platform in ("cpu", "tpu") else f"; {VARIABLE}={MOST:g} lets jax use more"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxshard.analysis.ledger import Row, bytes_by_axis
+from jaxshard.analysis.pool import MOST, setting
 from jaxshard.console import Console
 from jaxshard.parallel.mesh import SHORT
 from jaxshard.training.describe import size_text
@@ -158,6 +159,8 @@ def _show_memory(found: "Explanation", console: Console) -> None:
     )
     if not found.fits:
         console.line(too_large(found), style="red")
+    elif asked := setting(found.platform, round(found.usable / MOST), memory.peak):
+        console.line(f"This is more than jax takes of a GPU by itself: run it with {asked.strip()}")
     if found.buffers:
         console.table("Largest temporaries when memory is fullest", *buffer_table(found, _is_narrow(console)))
 
