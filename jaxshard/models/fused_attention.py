@@ -85,6 +85,8 @@ def _banded(kernel: Kernel) -> Kernel:
         parts = []
         for start in range(0, T, size):
             stop = min(start + size, T)
+            if parts:  # one band after the other, backward too: else all their masks may be there at a time
+                q, parts[-1] = jax.lax.optimization_barrier((q, parts[-1]))
             run = jax.checkpoint(partial(band, start, stop), policy=keep)
             parts.append(run(q, k, v, segments))
         return jnp.concatenate(parts, 1)
