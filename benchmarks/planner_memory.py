@@ -103,6 +103,17 @@ CASES = (
     ),
     Case("v5p:2x2x1", "llama3.2-1b", "pp=4", 0, 16, 2048, {"remat": "full", "microbatches": 16}),
     Case("v5p:2x2x1", "llama3.2-1b", "pp=2,dp=2", 1, 32, 2048, {"remat": "dots", "microbatches": 8}),
+    Case("h100:1", "llama3.2-1b", "dp=1", 0, 1, 16384, {"remat": "full"}),
+    Case("h100:1", "llama3.2-1b", "dp=1", 0, 1, 16384, {"remat": "none"}),
+    Case("h100:1", "llama3.2-1b", "dp=1", 0, 2, 32768, {"remat": "full"}),
+    Case("h100:1", "llama3.2-1b", "dp=1", 0, 1, 65536, {"remat": "full"}),
+    Case("h100:1", "llama3.2-1b", "dp=1", 0, 1, 131072, {"remat": "full"}),
+    Case("h100:8", "llama3.1-8b", "dp=2,tp=4", 2, 4, 32768, {"remat": "full", "accumulation": 2}),
+    Case("h100:8", "llama3.1-8b", "pp=2,tp=4", 0, 4, 32768, {"remat": "full", "microbatches": 4}),
+    Case("h100:8", "llama3.1-8b", "dp=2,tp=4", 3, 2, 131072, {"remat": "full"}),
+    Case("h100:32", "llama3.1-8b", "dp=8,tp=4", 3, 8, 131072, {"remat": "full", "sequence_parallel": True}),
+    Case("v5e:4x4", "llama3.2-3b", "dp=16", 3, 16, 4096, {"remat": "full"}),
+    Case("v5e:4x4", "llama3.2-3b", "dp=16", 3, 32, 2048, {"remat": "full"}),
 )
 
 
@@ -150,10 +161,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         difference = None if real["arguments"] is None else arguments - real["arguments"]
         off += bool(difference)
         fits = peak <= target.chip.usable_bytes
-        agree += fits == real["fits"]
+        really = real["arguments"] is not None and real["peak"] <= target.chip.usable_bytes
+        agree += fits == really
         lines.append(
             f"| {case.key} | {real['arguments'] or 0:,} | {'-' if difference is None else difference} | "
-            f"{real['peak'] / 2**30:.2f} | {peak / 2**30:.2f} | {error:+.1f} | {'yes' if real['fits'] else 'no'} | "
+            f"{real['peak'] / 2**30:.2f} | {peak / 2**30:.2f} | {error:+.1f} | {'yes' if really else 'no'} | "
             f"{moment} |"
         )
     summary = (
@@ -169,7 +181,7 @@ HEAD = """# Memory: the closed form against the compiler
 `python benchmarks/planner_memory.py` compiles every case for chips that are absent and compares the compiler's figures
 with `jaxshard/analysis/memory.py`, which knows shapes and rules only. *Arguments* is the state and the batch on one
 device; *off by* is 0 on GPUs, while TPUs pad small arrays to whole tiles. *Peak* is all that one run takes. On GPUs the
-compiler never refuses: *fits* compares its peak with the chip's memory.
+compiler never refuses: *fits* compares its peak with what jax's pool may take of the chip's memory.
 
 """
 

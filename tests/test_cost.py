@@ -184,6 +184,27 @@ def test_full_remat_costs_one_forward_pass():
     assert float(full.attention / none.attention) == pytest.approx(4.5 / 3.5, rel=1e-3)
 
 
+def test_dropout_is_drawn_in_every_pass_that_computes_a_block():
+    dropping = replace(GPT2, dropout=0.1)
+
+    def more(remat):
+        one, other = (step_time(arch, Parallelism(sequences=8, remat=remat), H100, 1024) for arch in (GPT2, dropping))
+        return float(other.total - one.total)
+
+    elements = 2 * GPT2.n_layers * 8 * 1024 * GPT2.d_model  # behind two branches of every block
+    byte = elements / (3.352e12 * Constants().memory)
+    draw = elements * 80 / (33.5e12 / 2) - 8 * byte  # NVIDIA H100 whitepaper: 33.5 int32 TOPS, two an instruction
+    assert more("none") == pytest.approx(draw + 6 * byte, rel=0.1)
+    assert more("full") == pytest.approx(2 * draw + 2 * byte, rel=0.1)
+    assert more("dots") == pytest.approx(more("full"))
+
+
+def test_bands_compute_the_pairs_above_their_diagonal_for_nothing():
+    whole, banded = (step_time(LLAMA, Parallelism(banded=share), H100, 16384) for share in (0.0, 0.125))
+    assert banded.attention == pytest.approx(1.125 * whole.attention)
+    assert banded.matmul == whole.matmul
+
+
 def test_zero_bytes():
     """With nothing hidden: 2 x 4 bytes per parameter (0), 4 + 2 (1), and gathers of 2 bytes (3)."""
     late, n = replace(SILENT, overlap=0.0), 8

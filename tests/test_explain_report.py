@@ -172,6 +172,12 @@ def test_what_is_wrong_with_memory_is_said(found, capsys):
     assert "does not fit" not in report.page(found)
 
 
+@pytest.mark.parametrize("share,asks", [(0.74, False), (0.76, True)])
+def test_more_than_jaxs_own_share_of_a_gpu_is_said(found, capsys, share, asks):
+    replace(found, platform="gpu", usable=round(0.9 * found.memory.peak / share)).show()
+    assert ("env XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in capsys.readouterr().out) == asks
+
+
 def test_every_picture_becomes_a_png(found, tmp_path):
     files = found.pictures(tmp_path / "new")
     names = {file.stem for file in files}

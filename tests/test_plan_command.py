@@ -24,6 +24,16 @@ def plan(capsys, *arguments):
     return code, out.out, out.err
 
 
+def understood(each):
+    """The command of a plan in JSON, as the program reads it."""
+    words = shlex.split(each["command"])
+    if words[0] == "env":
+        assert words[1] == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+        del words[:2]
+    assert words[:2] == ["python", "run.py"]
+    return cli.understand(words[2:])
+
+
 LLAMA = ("--model.preset", "llama3-8b", "--train.global_batch", "64", "--data.seq_len", "8192", "--confirm", "0")
 
 
@@ -48,9 +58,7 @@ def test_json_is_the_contract(capsys):
 def test_the_command_of_a_plan_is_understood_and_says_the_same(capsys):
     _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8", "--json")
     for each in json.loads(out)["plans"]:
-        words = shlex.split(each["command"])
-        assert words[:2] == ["python", "run.py"]
-        config = cli.understand(words[2:]).config
+        config = understood(each).config
         assert (config.zero, config.parallel.remat, config.parallel.accumulation, config.parallel.offload) == (
             each["zero"],
             each["remat"],
@@ -71,7 +79,7 @@ def test_what_a_file_says_is_overridden_where_the_plan_differs(tmp_path, capsys)
     )
     code, out, _ = plan(capsys, "--config", str(file), "--target", "h100:1", "--confirm", "0", "--best")
     assert code == 0
-    config = cli.understand(shlex.split(out)[2:]).config
+    config = understood({"command": out}).config
     assert (config.zero, config.parallel.accumulation, config.parallel.remat) == (0, 1, "none")
 
 
@@ -87,13 +95,13 @@ def test_options_that_the_layout_does_not_have_are_taken_back(tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(OWN)
     _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--json")
-    configs = [cli.understand(shlex.split(each["command"])[2:]).config for each in json.loads(out)["plans"]]
+    configs = [understood(each).config for each in json.loads(out)["plans"]]
     assert {config.fake_devices for config in configs} == {None}
     assert {config.parallel.offload_mode for config in configs} == {None}
     assert {config.parallel.pipeline_gather for config in configs if "pp" not in (config.mesh or "")} == {None}
     file.write_text("devices: cpu\nfake_devices: 8\n")
     _, out, _ = plan(capsys, *LLAMA, "--config", str(file), "--target", "h100:8", "--best")
-    config = cli.understand(shlex.split(out)[2:]).config
+    config = understood({"command": out}).config
     assert (config.devices, config.fake_devices) == ("auto", None)
 
 
@@ -101,7 +109,7 @@ def test_an_option_of_some_layouts_leaves_only_those(capsys):
     _, out, _ = plan(capsys, *LLAMA, "--parallel.pipeline_gather", "step", "--target", "h100:8", "--json")
     for each in json.loads(out)["plans"]:
         assert each["zero"] == 3 and "pp" in each["mesh"]
-        assert cli.understand(shlex.split(each["command"])[2:]).config.parallel.pipeline_gather == "step"
+        assert understood(each).config.parallel.pipeline_gather == "step"
     pins = pins_of(Config(**grouped(offload="optimizer", offload_mode="host")), {"parallel.offload_mode": "host"})
     assert str(pins) == "--parallel.offload_mode host"
     own = Candidate(MeshShape(data=8), 1, "none")
@@ -143,7 +151,8 @@ def test_best_prints_the_command_alone(capsys):
     code, out, err = plan(capsys, *LLAMA, "--target", "h100:8", "--best")
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
-    assert out.startswith("python run.py --model.preset llama3-8b")
+    assert "python run.py --model.preset llama3-8b" in out
+    assert understood({"command": out}).config.model.preset == "llama3-8b"
 
 
 def test_on_a_narrow_terminal_figures_are_whole_and_the_command_is_one_line(capsys, monkeypatch):
@@ -151,7 +160,7 @@ def test_on_a_narrow_terminal_figures_are_whole_and_the_command_is_one_line(caps
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = plan(capsys, *LLAMA, "--target", "h100:8")
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in out.splitlines()]
-    command = next(line for line in lines if line.startswith("python run.py"))
+    command = next(line for line in lines if "python run.py" in line)
     assert "--mesh" in command and len(command) > 80
     table = "\n".join(line for line in lines if line.startswith("│"))
     assert re.search(r"│ +1 │ \S+=\S+ .*│ total \d+\.\d\d GiB +│ s/step \d+\.\d\d +│", table)
@@ -183,7 +192,7 @@ def test_fewest_devices(capsys):
         (("--target", "h100:64", "--mesh", "tp=64"), ("n_heads = 32", "tp = 64")),
         (("--target", "h100:8", "--network", "fast"), ("fast", "gbps=25")),
         (("--target", "h100:8", "--memory_limit", "-1"), ("memory_limit", "positive")),
-        (("--target", "h100:8", "--memory_limit", "80"), ("limits nothing", "79.11 GiB")),
+        (("--target", "h100:8", "--memory_limit", "80"), ("limits nothing", "71.20 GiB")),
         (("--target", "h100:8", "--network", "gbps=25"), ("changes nothing on h100:8", "one host")),
         (("--target", "v5e:16x16", "--network", "gbps=25"), ("changes nothing on v5e:16x16", "ICI")),
         (("--target", "cpu:8", "--network", "gbps=25"), ("no time is predicted",)),
@@ -192,7 +201,7 @@ def test_fewest_devices(capsys):
         (("--target", "h100:8", "--report", ""), ("--report is empty",)),
         (
             ("--target", "h100:8", "--zero", "0", "--parallel.remat", "none", "--mesh", "dp=8"),
-            ("--zero 0", "GiB", "it fits here without --mesh dp=8 or without --parallel.remat none"),
+            ("--zero 0", "GiB", "it fits here without --mesh dp=8"),
         ),
         (
             ("--target", "h100:8", "--parallel.microbatches", "4", "--mesh", "dp=8", "--zero", "1"),

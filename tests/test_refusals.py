@@ -14,7 +14,7 @@ from jaxshard.config import Config, DataConfig, ModelConfig, TrainConfig, groupe
 from jaxshard.config.options import Given
 from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
-from jaxshard.planner import confirm, exploration, planner, ranking
+from jaxshard.planner import confirm, exploration, planner, ranking, refusal
 from jaxshard.planner.search import Pins
 from jaxshard.training.program import build_program
 from jaxshard.views import plan_tables
@@ -47,6 +47,32 @@ def confirmed(monkeypatch, verdict, count=2, tries=1):
     monkeypatch.setattr(confirm, "timeline", lambda result, mesh: Timeline({"matmuls": 1.0}, {}, ()))
     found = search(settings("llama3-8b", 64, 8192), "h100:8")
     return planner.offered(found, Given({}), count)
+
+
+def test_what_is_more_than_jaxs_own_share_of_a_gpu_is_asked_for_and_never_more_than_nine_tenths(monkeypatch):
+    memory = parse_target("h100:8").chip.memory_bytes
+    ask = "env XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python run.py "
+    for peak, starts in ((int(0.75 * memory), "python run.py "), (int(0.76 * memory), ask), (int(0.9 * memory), ask)):
+        plans, _ = confirmed(monkeypatch, lambda config, target, peak=peak: _Peak(peak))
+        assert all(plan.command.startswith(starts) for plan in plans if plan.compiled_peak)
+    estimated = [plan for plan in plans if not plan.compiled_peak]
+    for plan in estimated:  # an estimate may be too low by its margin
+        most = plan.scored.memory.total / (1 - ranking.MARGIN)
+        assert plan.command.startswith(ask if most > 0.75 * memory else "python run.py ")
+        assert plan.scored.memory.total <= (1 - ranking.MARGIN) * 0.9 * memory
+    assert estimated
+    with pytest.raises(InputError, match="may be used"):
+        confirmed(monkeypatch, lambda config, target: _Peak(int(0.901 * memory)))
+
+
+def test_rows_of_one_document_are_named_where_only_the_mask_of_packed_ones_is_too_much():
+    config, target = settings("llama3.2-1b", 8, 8192), parse_target("h100:1")
+    pins = Pins({}, {"remat": "full", "offload": "none"})
+    arch = architecture(config.model)
+    least = ranking.search(config, arch, target, pins).smallest().memory.total
+    for limit, named in ((least - 1, True), (least // 2, False)):
+        error = refusal.refused(ranking.search(config, arch, target, pins, limit), pins, limit)
+        assert ("it fits here with --data.pack false" in str(error)) == named
 
 
 def test_the_best_plans_carry_the_compilers_figure(monkeypatch):
@@ -221,7 +247,7 @@ def test_a_mistake_is_not_taken_for_a_target_that_is_too_small(monkeypatch):
 
     monkeypatch.setattr(planner, "compiler_missing", lambda target: None)
     monkeypatch.setattr(confirm, "compile_step", compile_step)
-    config = settings("llama3-8b", 64, 8192)
+    config = settings("llama3.2-1b", 64, 8192)
     find = lambda target: planner.find(config, architecture(config.model), target, Given({}), None, True, 1)
     with pytest.raises(InputError, match=r"^parallel\.allow_replicated names 'x', but the model has no such weight$"):
         find(parse_target("h100:64"))

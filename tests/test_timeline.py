@@ -139,6 +139,37 @@ def test_of_branches_the_longest_is_taken_and_shown():
     assert found.parts["matmuls"] == pytest.approx((9 + 4) * COSTS.rates.matmul(4096, 4096, 4096))
 
 
+DRAW = """HloModule draw, is_scheduled=true
+
+%round (bits: u32[1048576], key: u32[1048576]) -> u32[1048576] {
+  %bits = u32[1048576]{0} parameter(0)
+  %key = u32[1048576]{0} parameter(1)
+  %sum = u32[1048576]{0} add(%bits, %key)
+  %up = u32[1048576]{0} shift-left(%sum, %key)
+  %down = u32[1048576]{0} shift-right-logical(%sum, %key)
+  %turned = u32[1048576]{0} or(%up, %down)
+  ROOT %mixed = u32[1048576]{0} xor(%turned, %sum)
+}
+
+ENTRY %main (bits: u32[1048576], key: u32[1048576]) -> u32[1048576] {
+  %bits = u32[1048576]{0} parameter(0)
+  %key = u32[1048576]{0} parameter(1)
+  ROOT %fusion = u32[1048576]{0} fusion(%bits, %key), kind=kLoop, calls=%round
+}
+"""
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_random_bits_take_their_integer_instructions_where_these_are_longer_than_their_bytes(slow):
+    """A round of Threefry: sum, rotation (two shifts and an or) and xor are three instructions."""
+    module = parse(DRAW)
+    matrix = replace(COSTS.rates.hw.matrix, integer=6000 if slow else 60)
+    costs = replace(COSTS, rates=replace(COSTS.rates, hw=replace(COSTS.rates.hw, matrix=matrix)))
+    found = costs.instruction(module, module.entry, module.entry.root)
+    seconds = 3 * 2**20 * 6000 / 989e12 if slow else 3 * 4 * 2**20 / COSTS.rates.memory
+    assert found.seconds == pytest.approx(seconds + COSTS.rates.gap)
+
+
 def test_a_slower_network_never_makes_a_step_faster():
     seconds = [walk(parse(PROGRAM), roofline(H100.with_network(1e9 * rate), MESH)).seconds for rate in (400, 50, 5, 1)]
     assert seconds == sorted(seconds)

@@ -67,7 +67,7 @@ def test_automatic_mesh_takes_the_best_plan_and_says_so(on, capsys):
     assert config.train.precision == "bf16"  # what a run computes is never the planner's choice
     assert said.startswith(f"mesh auto: {config.mesh}, ZeRO-{config.zero}, remat {config.parallel.remat}")
     assert "the fastest by prediction (" in said
-    assert "of 74.36 GiB on a device" in said
+    assert "of 66.93 GiB on a device" in said
     assert "kept" not in said
 
 
@@ -125,7 +125,7 @@ def test_the_forecast_warns(on):
     program = build_program(replace(config, data=DataConfig(seq_len=1024)), jax.devices()[:8])
     fits = present.forecast(program)
     assert fits.line.startswith("predicted: ")
-    assert "of 79.11 GiB on one device (" in fits.line
+    assert "of 71.20 GiB on one device (" in fits.line
     assert fits.warning == ""
     on("h100:8", GIB)
     tight = present.forecast(program)

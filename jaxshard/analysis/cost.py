@@ -7,11 +7,12 @@ Legend: D model width, L layers, T sequence, V vocabulary, S stages, b sequences
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
+from jaxshard.analysis.dropping import dropped
 from jaxshard.analysis.efficiency import XLA, Constants, Software
 from jaxshard.analysis.kernels import Machine, Rates, Work, block, ends
 from jaxshard.analysis.links import all_reduce, group, reduce_scatter, send
@@ -46,6 +47,8 @@ class Parallelism:
     offload: Any = False
     """Moments and masters in host memory."""
     precision: Any = "bf16"
+    banded: Number = 0.0
+    """Pairs that attention in bands of queries computes beyond the causal ones, as a share of those."""
 
     @property
     def devices(self) -> Number:
@@ -116,7 +119,11 @@ def step_time(
     """
     c = constants or Constants()
     rates = Rates(hw, c, software, np.where(np.asarray(layout.precision) == "fp32", 4, 2))
-    forward, backward = block(arch, layout, rates, seq_len)
+    drops = dropped(arch, layout, rates, seq_len)
+    forward, backward = (
+        replace(work, attention=work.attention * (1 + layout.banded)) + more
+        for work, more in zip(block(arch, layout, rates, seq_len), drops, strict=True)
+    )
     again = _recomputed(forward, layout, software)
     held = parameters(arch, layout, seq_len, software)
     per_stage = arch.n_layers / layout.stage

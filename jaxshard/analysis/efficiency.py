@@ -184,20 +184,25 @@ class MatrixUnits:
     """Share of the datasheet's 16-bit peak that the best matmul found reaches (clocks fall under load)."""
     systolic: bool = False
     """TPU: an inner dimension shorter than the tile leaves a part of the unit idle."""
+    integer: int = 48
+    """FLOPs of 16-bit matmuls at the peak in the time of one 32-bit integer instruction on one number."""
 
 
 MATRIX_UNITS: dict[str, MatrixUnits] = {
-    "a100": MatrixUnits(108, 128, 0.869),
-    "h100": MatrixUnits(132, 128, 0.803),
-    "h200": MatrixUnits(132, 128, 0.803),
-    "b200": MatrixUnits(148, 128, 0.776),
+    "a100": MatrixUnits(108, 128, 0.869, integer=32),
+    "h100": MatrixUnits(132, 128, 0.803, integer=60),
+    "h200": MatrixUnits(132, 128, 0.803, integer=60),
+    "b200": MatrixUnits(148, 128, 0.776, integer=60),
     "v4": MatrixUnits(8, 128, 0.95, True),
     "v5e": MatrixUnits(4, 128, 0.95, True),
     "v5p": MatrixUnits(8, 128, 0.95, True),
-    "v6e": MatrixUnits(2, 256, 0.75, True),
+    "v6e": MatrixUnits(2, 256, 0.75, True, integer=192),
 }
 """GPUs: streaming multiprocessors (openxla/xla, target_config/specs), cuBLAS's usual 128 x 128 tile, and the best of
 many shapes measured (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS": A100 271.2, H100
 and H200 794.5, B200 1,745 TFLOP/s). TPUs: matrix units of 128 x 128, from v6e on 256 x 256 (jax-ml.github.io/
 scaling-book, part 2). No such table is known for them: 0.95 and 0.75 are what MaxText's published runs on v5p and v6e
-suggest (docs/time-model.md), and v4 and v5e are taken to be like v5p."""
+suggest (docs/time-model.md), and v4 and v5e are taken to be like v5p.
+Integers: 64 instructions a multiprocessor and clock, beside 2,048 (A100) and 4,096 (H100) FLOPs of tensor cores
+(NVIDIA's whitepapers: 19.5 and 33.5 int32 TOPS, of two operations each). TPUs: 4 units of 8 x 128 lanes (scaling-book),
+where a rotation takes three instructions."""

@@ -35,6 +35,7 @@ from jaxshard.analysis.state_bytes import (
     table_of,
 )
 from jaxshard.config import Config
+from jaxshard.models.fused_attention import band_size
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import padded_vocab
@@ -103,7 +104,7 @@ class Local:
     scores: float
     """b H T T; 0 where attention is fused."""
     mask: float
-    """b T T: documents of packed sequences, of fused attention."""
+    """b C T: documents of packed sequences, of the C queries that fused attention takes at a time."""
     vocab: int
     """V."""
     layers: int
@@ -142,6 +143,10 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     logits = logits_bytes(config, local)
     weights, unreduced = block_buffers(config, arch, shape)
     batch = state.batch + state.counters
+    # The gradients of both uses of the table. TPUs reduce one into shards from a copy of its own, beside the
+    # inputs of all blocks.
+    scattered = platform == "tpu" and shape.data > 1 and "gradients" in ZERO_TABLES[effective_zero(config, shape)]
+    tables, kept_on = (3, local.layers * local.stream * local.width) if scattered else (2, 0)
     moments = {
         "loss": (sums, stacks + 3 * local.stream * local.width, logits, head_gradient + table),
         "backward": (
@@ -150,7 +155,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
             0,
             head_gradient + weights + unreduced + again,
         ),
-        "embedding": (sums + producing, 2 * local.wide * local.wide_width, 0, 2 * head_gradient),
+        "embedding": (sums + producing, 2 * local.wide * local.wide_width + kept_on, 0, tables * head_gradient),
         "update": (max(sums, sum(groups.values())) + _relaid(config, shape, groups), 0, 0, 0),
     }
     streamed = _streamed(config, arch, shape, state, platform)
@@ -191,7 +196,7 @@ def sizes(
         hidden=tokens * arch.d_ff // tp,
         heads=tokens * heads,
         scores=0 if fused else b * heads * T * T,
-        mask=b * T * T if fused and config.data.pack else 0,
+        mask=b * band_size(T) * T if fused and config.data.pack else 0,
         vocab=padded_vocab(arch.vocab_size, shape.stage * tp) // (shape.stage * tp),
         layers=arch.n_layers // (shape.stage * chunks),
         width=width,
@@ -265,7 +270,8 @@ def _everything(arch: Architecture, local: Local) -> float:
     llama: the stream twice before and once inside each norm (wide), both norms' outputs; q, k, v, attention's output;
     six arrays of the MLP's hidden size (gate, up, sigmoid, silu and their products). gpt2: four wide arrays of
     LayerNorm; six of the MLP's hidden size for the tanh form of GELU. Unfused attention also keeps the weights, in fp32
-    and in the compute type; fused, one statistic per query, and the rotated queries and keys in fp32.
+    and in the compute type; fused, one statistic per query, and the rotated queries and keys in fp32. Dropout keeps
+    what it drops, a byte each, behind both branches.
     """
     w, g = local.width, local.wide_width
     norms = 4 * g * local.tokens
@@ -277,7 +283,8 @@ def _everything(arch: Architecture, local: Local) -> float:
         stream = 4 * g * local.stream + 2 * w * local.wide
         values = w * (3 * local.queries + 2 * local.keys) - (w * local.queries if local.scores else 0)
     attention = (g + w) * local.scores + (2 if local.scores else 1) * g * local.heads
-    return norms + stream + values + attention + 6 * w * local.hidden
+    dropped = 2 * local.stream if arch.dropout else 0
+    return norms + stream + values + attention + 6 * w * local.hidden + dropped
 
 
 def working_set(arch: Architecture, local: Local, platform: Platform) -> float:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jaxshard.analysis.dropping import integers
 from jaxshard.analysis.efficiency import XLA, Constants
 from jaxshard.analysis.kernels import Rates, machine
 from jaxshard.analysis.links import Group, all_reduce, reduce_scatter, send
@@ -27,6 +28,7 @@ FUSIONS = ("fusion", "fusion-start")
 """A fusion that is split into start and done is a copy beside the computation (GPU, jax 0.12)."""
 _SAME = {"bitcast", "reshape", "convert", "copy", "transpose"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_INTEGER = {"add", "subtract", "multiply", "xor", "or", "and"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcode -> operand that holds what is written into operand 0."""
 
@@ -64,7 +66,8 @@ class Roofline:
             return Cost("matmul", max(products, moving + self.rates.gap))
         if host:
             return Cost("host", host / max(self.rates.hw.host, 1.0) + self.rates.gap)
-        return Cost("memory", moving + self.rates.gap) if device else None
+        drawing = integers(self.rates, _instructions(module, instruction))
+        return Cost("memory", max(moving, drawing) + self.rates.gap) if device else None
 
     def _product(self, m: float, k: float, n: float, batch: float, width: int) -> float:
         return replace(self.rates, width=width).matmul(m, k, n, batch)
@@ -178,6 +181,18 @@ def _new(module: Module, computation: Computation, made: Instruction, array: Arr
     if made.opcode in KINDS or made.opcode in FREE - {"bitcast", "constant"}:
         return 0.0
     return float(array.bytes)
+
+
+def _instructions(module: Module, instruction: Instruction) -> int:
+    """Integer instructions of a fusion: what its random bits take. Two shifts and an or, a rotation, are one."""
+    if instruction.opcode not in FUSIONS or not instruction.called:
+        return 0
+    inner = module.computations[instruction.called[0]].instructions
+    return sum(
+        found.shape.elements
+        for found in inner
+        if found.opcode in _INTEGER and isinstance(found.shape, Array) and found.shape.dtype == "u32"
+    )
 
 
 def _elements(shape: Shape) -> int:

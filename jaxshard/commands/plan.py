@@ -99,8 +99,8 @@ def check_options(target: Target, memory_limit: float | None, fewest: bool, repo
     usable = target.chip.usable_bytes
     if memory_limit is not None and usable and memory_limit * 2**30 > usable:
         raise InputError(
-            f"--memory_limit {memory_limit:g} limits nothing: a device of {target.name} has {usable / 2**30:.2f} GiB; "
-            "give less, or leave it out"
+            f"--memory_limit {memory_limit:g} limits nothing: a program has {usable / 2**30:.2f} GiB of a device of "
+            f"{target.name}; give less, or leave it out"
         )
     if fewest and target.chip.name not in CHIPS:
         raise InputError(f"--fewest needs a target whose sizes are known, such as --target h100:64, not {target.name}")

@@ -128,7 +128,8 @@ class PlanOptions:
     network: str | None = None
     """Network between hosts where it is not the target's usual one: gbps=25 is 25 Gbit/s that each device can send."""
     memory_limit: float | None = None
-    """GiB that a plan may use on a device; by default what the device has, less a margin for the estimate's error."""
+    """GiB that a plan may use on a device, by the estimate and by the compiler; by default what a program can have
+    there (on a GPU nine tenths), less a margin for the estimate's error."""
     fewest: bool = False
     """Look for the smallest number of devices, up to the target's, on which a plan fits."""
     confirm: int = 3

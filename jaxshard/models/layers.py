@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxshard.models.fused_attention import cudnn, cudnn_batchable
+from jaxshard.models.fused_attention import cudnn, cudnn_batchable, within_documents
 from jaxshard.models.presets import Architecture
 from jaxshard.models.products import add_bias, einsum, repeat_heads, whole_gradient
 
@@ -158,9 +158,10 @@ def attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, segments_BxT: jax.Array, ctx: Contex
     Padding stands at the end of a sequence, so without packing causality alone hides it.
     """
     if ctx.attention == "cudnn":
-        mask = (segments_BxT[:, None, :, None] == segments_BxT[:, None, None, :]) if ctx.packed else None
-        kernel = cudnn_batchable if ctx.packed and ctx.vmapped else cudnn
-        return kernel(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, mask)
+        if not ctx.packed:
+            return cudnn(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, None)
+        kernel = cudnn_batchable if ctx.vmapped else cudnn
+        return within_documents(kernel, q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, segments_BxT)
     mask = jnp.tri(q_BxTxHxE.shape[1], dtype=bool)[None]
     if ctx.packed:
         mask = mask & (segments_BxT[:, :, None] == segments_BxT[:, None, :])

@@ -10,6 +10,7 @@ from jaxshard.parallel.axes import MeshShape
 from jaxshard.planner.host_memory import host_limit
 from jaxshard.planner.ranking import PREFERENCE, Scored, Search, same_program
 from jaxshard.planner.search import REMATS, Candidate
+from jaxshard.xla.pool import DEFAULT, MOST, VARIABLE, pool_bytes
 
 PARTS = {
     "matmul": "matmuls",
@@ -75,6 +76,12 @@ def situation(search: Search, plan: Scored) -> Iterator[str]:
     if search.memory_limit is None and usable:
         of += f" (of {gib(usable)}; the rest is left for the error of estimates)"
     yield f"At the peak a device holds {gib(plan.memory.total)}{of}: {_largest(plan)}."
+    if target.chip.platform == "gpu" and usable:
+        memory = target.chip.memory_bytes
+        yield (
+            f"A GPU has {gib(memory)}: jax takes {gib(pool_bytes(memory, DEFAULT))} by itself and {gib(usable)} with "
+            f"{VARIABLE}={MOST:g}; the rest is left to CUDA's context and kernels and to NCCL's buffers."
+        )
     if plan.memory.host:
         host = host_limit(target)
         beside = f" of {gib(host)}" if host < float("inf") else ""

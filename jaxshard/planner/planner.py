@@ -15,10 +15,11 @@ from jaxshard.planner.advice import reasons
 from jaxshard.planner.confirm import Answers, Question, compiler_missing, confirmed
 from jaxshard.planner.excluded import excluded
 from jaxshard.planner.host_memory import fitting_parts, within_host
-from jaxshard.planner.ranking import Scored, Search
+from jaxshard.planner.ranking import MARGIN, Scored, Search
 from jaxshard.planner.refusal import NothingFits, refused, searched
 from jaxshard.planner.search import DEPENDENT, SEARCHED, Candidate, apply, pins_of, words
 from jaxshard.xla.hardware import Target
+from jaxshard.xla.pool import setting
 
 ROWS = 10
 """Plans in the table."""
@@ -113,6 +114,8 @@ def offered(found: Search, given: Given, confirm: int, asking: Asking = nullcont
     for offer in confirmed(found, confirm, answers)[:ROWS]:
         scored, verdict = offer.scored, offer.verdict
         command = command_line(found.config, scored.candidate, given, found.target.chip.platform)
+        chip, peak = found.target.chip, verdict.peak or scored.memory.total / (1 - MARGIN)
+        command = setting(chip.platform, chip.memory_bytes, peak) + command
         seconds, expected = (scored.seconds, offer.expected) if found.timed else (None, None)
         plans.append(Plan(scored, command, verdict.peak, found.mfu(scored), seconds, (), verdict.timeline, expected))
     if not plans:

@@ -10,6 +10,7 @@ from jaxshard.analysis.efficiency import MATRIX_UNITS, XLA, XLA_UNFUSED, MatrixU
 from jaxshard.analysis.kernels import Machine, machine
 from jaxshard.analysis.links import Fabric, with_measured
 from jaxshard.config import Config
+from jaxshard.models.fused_attention import band_size
 from jaxshard.models.presets import Architecture
 from jaxshard.planner.search import Candidate
 from jaxshard.xla.hardware import Target
@@ -41,9 +42,11 @@ def predict_times(
     """The parts of each layout's step time, and their sums in seconds."""
     train = config.train
     fused = target.chip.platform == "gpu" and train.precision not in ("fp32", "fp64") and arch.attention != "xla"
-    rows = stack([_parallelism(config, c) for c in layouts])
+    band, T = band_size(config.data.seq_len), config.data.seq_len
+    banded = band / T if fused and config.data.pack and band < T else 0.0
+    rows = replace(stack([_parallelism(config, c) for c in layouts]), banded=banded)
     software = replace(XLA if fused else XLA_UNFUSED, overlap=OVERLAP.get(target.chip.name, XLA.overlap))
-    parts = step_time(arch, rows, machine_of(target), config.data.seq_len, software)
+    parts = step_time(arch, rows, machine_of(target), T, software)
     return parts, np.broadcast_to(np.asarray(parts.total, float), (len(layouts),))
 
 

@@ -30,6 +30,7 @@ from jaxshard.training.foresight import Forecast
 from jaxshard.training.program import Program
 from jaxshard.training.start import CONFIG_FILE
 from jaxshard.xla.hardware import Target, parse_target
+from jaxshard.xla.pool import MOST, VARIABLE
 
 LESS = 0.9
 """After out-of-memory a plan has to take less than this share of what was predicted, where that seemed to fit."""
@@ -216,4 +217,4 @@ def _largest(memory: Memory) -> str:
 
 def _preallocation(device: Device) -> str:
     """On GPUs jax takes a share of the memory when it starts (docs.jax.dev, GPU memory allocation)."""
-    return "" if device.platform in ("cpu", "tpu") else "; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets jax use more"
+    return "" if device.platform in ("cpu", "tpu") else f"; {VARIABLE}={MOST:g} lets jax use more"

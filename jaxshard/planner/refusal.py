@@ -1,6 +1,7 @@
 """Plans that cannot be had: which pin stands in the way, and which hardware would do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from jaxshard.analysis.memory import gib
 from jaxshard.analysis.state_bytes import state_bytes
@@ -61,8 +62,17 @@ def refused(found: Search, pins: Pins, limit: float | None, answers: Answers | N
     error = host_too_small(found, pins, limit) if found.fitting else _nothing_fits(found, pins, limit, least)
     tried = " ".join(each.sentence for each in answers.refused if each is not least)
     culprits = _culprits(pins, lambda fewer: bool(within_host(search(*_asked(found), fewer, limit))))
-    parts = [str(error), "it fits here without " + " or without ".join(culprits) if culprits else "", tried]
+    without = "it fits here without " + " or without ".join(culprits) if culprits else ""
+    parts = [str(error), without, _unpacked(found, pins, limit), tried]
     return NothingFits("; ".join(part for part in parts if part))
+
+
+def _unpacked(found: Search, pins: Pins, limit: float | None) -> str:
+    """That a layout fits where no row holds several documents, whose mask fused attention takes; else ""."""
+    config = replace(found.config, data=replace(found.config.data, pack=False))
+    if not found.config.data.pack or not within_host(search(config, found.arch, found.target, pins, limit)):
+        return ""
+    return "it fits here with --data.pack false: a document a row, padded"
 
 
 def _nothing_fits(found: Search, pins: Pins, memory_limit: float | None, compiled: Refused | None) -> InputError:

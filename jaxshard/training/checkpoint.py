@@ -353,10 +353,7 @@ def _summed(flat: Mapping[str, Any], padded: Mapping[str, dict[int, int]]) -> di
 
 def _extents(flat: Mapping[str, Any], padded: Mapping[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
     """How far each padded array counts along each dim."""
-    return {
-        path: tuple(dims[i] if i in dims else n for i, n in enumerate(flat[path].shape))
-        for path, dims in padded.items()
-    }
+    return {path: tuple({**dict(enumerate(flat[path].shape)), **dims}.values()) for path, dims in padded.items()}
 
 
 def _padded_paths(abstract: Any, axes: Any, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:

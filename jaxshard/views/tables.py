@@ -12,6 +12,7 @@ from jaxshard.console import Console
 from jaxshard.parallel.axes import axes_text, in_short
 from jaxshard.training.describe import size_text
 from jaxshard.xla.compile import SpmdWarning
+from jaxshard.xla.pool import MOST, setting
 
 WIDE = 120
 """Columns that a terminal needs to show each figure in a column of its own."""
@@ -144,6 +145,8 @@ def _show_memory(found: Explanation, console: Console) -> None:
     )
     if not found.fits:
         console.line(too_large(found), style="red")
+    elif asked := setting(found.platform, round(found.usable / MOST), memory.peak):
+        console.line(f"This is more than jax takes of a GPU by itself: run it with {asked.strip()}")
     if found.buffers:
         console.table("Largest temporaries when memory is fullest", *buffer_table(found, _is_narrow(console)))
 

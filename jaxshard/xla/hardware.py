@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxshard.errors import InputError, nearest
+from jaxshard.xla.pool import pool_bytes
 
 GB = 10**9
 GIB = 2**30
@@ -45,7 +46,7 @@ class Chip:
     memory_bytes: int
     """Device memory, as the vendor or driver states it."""
     usable_bytes: int
-    """Device memory that a program may use: the compiler refuses more (TPU), or nothing is left over (GPU)."""
+    """Device memory that a program may use: the compiler refuses more (TPU), or jax's pool has no more (GPU)."""
     memory_bandwidth: float
     """Bytes a second from device memory."""
     host_bandwidth: float
@@ -73,7 +74,7 @@ def _gpu(
     name: str, tflops: float, memory: int, memory_gb_s: float, pcie: float, nvlink: Network, net: Network, why: str
 ) -> Chip:
     source = f"{why}; memory bytes: {_XLA}"
-    rates = (tflops * 1e12, memory, memory, memory_gb_s * GB, pcie * GB)
+    rates = (tflops * 1e12, memory, pool_bytes(memory), memory_gb_s * GB, pcie * GB)
     return Chip(name, "gpu", (name.upper(),), *rates, nvlink, net, 0, source)
 
 
