@@ -94,8 +94,8 @@ class Facts:
     """Sequences of one accumulation part, or of one microbatch of a pipeline, on one device."""
     length: int
     accumulation: int
-    deferred: bool
-    """Gradients are reduced once, after the accumulation loop."""
+    apart: tuple[str, ...]
+    """Axes over which gradients are reduced once, after the accumulation loop."""
     sequence_parallel: bool
     split_kv: bool
     kv_heads: int
@@ -129,6 +129,11 @@ class Facts:
     def used(self, *axes: str) -> tuple[str, ...]:
         """Those of the axes that have more than one device, in mesh order."""
         return tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether no gradient is reduced over the data groups before the accumulation loop is over."""
+        return bool(self.apart) and self.apart == self.used("replica", "data")
 
     @property
     def stream(self) -> int:
@@ -267,7 +272,7 @@ def facts_of(program: Program) -> Facts:
         batch=train.global_batch // (train.accumulation * shape.batch_ways * microbatches),
         length=length,
         accumulation=train.accumulation,
-        deferred=layout.deferred,
+        apart=layout.apart,
         sequence_parallel=layout.sequence_parallel and shape.model > 1,
         split_kv=program.recipe.context.split_kv,
         kv_heads=arch.n_kv_heads,
