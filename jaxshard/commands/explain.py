@@ -13,6 +13,7 @@ from jaxshard.analysis.compare import Check, check
 from jaxshard.analysis.facts import Facts, facts_of
 from jaxshard.analysis.ledger import Row, bytes_by_axis, rows
 from jaxshard.analysis.lock import check_same, differences, hold, read_lock
+from jaxshard.analysis.own_arrays import Undonated, held_in_copies, undonated
 from jaxshard.analysis.shrink_advice import LargeBuffer, large_buffers
 from jaxshard.commands.explain_options import check_compare, check_options, named_folder
 from jaxshard.commands.explain_schedule import show_schedule
@@ -58,6 +59,9 @@ class Explanation:
     flops: float
     """Matrix FLOPs of one device in one run."""
     replicated: tuple[Replicated, ...]
+    """Arrays that stay whole against the rules; of a function of the user's own, all that several devices hold."""
+    undonated: tuple[Undonated, ...]
+    """Arguments of such a function whose memory outputs could reuse."""
     warnings: tuple[SpmdWarning, ...]
     buffers: tuple[LargeBuffer, ...]
     program: Program | None = field(default=None, repr=False)
@@ -66,9 +70,15 @@ class Explanation:
     @property
     def ok(self) -> bool:
         """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
-        ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
-        agrees = self.check is None or not (self.check.failures or self.check.undone)
-        return len(self.replicated) == ruled and agrees
+        if self.check is None or self.program is None:
+            return True
+        ruled = len(self.program.replicated)  # what the rules themselves leave whole
+        return len(self.replicated) == ruled and not (self.check.failures or self.check.undone)
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a function of the user's own, of whose axes and arrays no rule is known."""
+        return self.facts is None
 
     @property
     def fits(self) -> bool:
@@ -100,6 +110,7 @@ class Explanation:
             "temporaries": [asdict(buffer) for buffer in self.buffers],
             "flops": self.flops,
             "replicated": [asdict(leaf) for leaf in self.replicated],
+            "undonated": [asdict(leaf) for leaf in self.undonated],
             "warnings": [asdict(warning) for warning in self.warnings],
         }
 
@@ -159,7 +170,12 @@ def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None
     hardware = _target_of(found, target)
     sizes = dict(zip(found.axis_names, found.devices.shape, strict=True))
     compiled = _fits(compile_for(hardware, jitted, *args))
-    return _explanation(compiled, ",".join(f"{axis}={size}" for axis, size in sizes.items()), sizes)
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    return replace(
+        _explanation(compiled, text, sizes),
+        replicated=tuple(held_in_copies(jitted, compiled.executable)),
+        undonated=tuple(undonated(jitted, compiled.executable)),
+    )
 
 
 def _target_of(mesh: Mesh, text: str) -> Target:
@@ -268,6 +284,7 @@ def _explanation(
         usable=compiled.target.chip.usable_bytes,
         flops=computation_flops(Scope(compiled.module, compiled.module.entry)),
         replicated=(),
+        undonated=(),
         warnings=compiled.spmd_warnings,
         buffers=tuple(large_buffers(compiled.buffers, facts)),
         facts=facts,
