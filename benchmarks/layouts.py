@@ -162,6 +162,7 @@ CASES = (
     _case("deep", "pp=2,dp=2,tp=2", 1, schedule="interleaved", offload="optimizer", offload_mode="stream"),
     _case("deep", "pp=2,dp=2,tp=2", 3, schedule="gpipe", accumulation=2, microbatches=2, sequence_parallel=True),
     _case("deep", "replica=2,pp=2,dp=2", 1, accumulation=2, microbatches=2),
+    _case("deep", "replica=2,pp=2,dp=2", 3, schedule="interleaved", accumulation=2, microbatches=2),
     _case("deep", "pp=4,dp=2", 1, remat="full", microbatches=8),
     _case("deep", "pp=4,dp=2", 1, schedule="gpipe", microbatches=4),
     _case("deep", "pp=4,dp=2", 1, schedule="interleaved", accumulation=2, microbatches=4),

@@ -4,6 +4,7 @@ The same for absent GPUs and TPUs: test_ledger_gpu.py, test_ledger_tpu.py.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ledger_layouts import (
     ALL,
     CUT,
     FULL_KV,
+    LLAMA,
     MIXED_KV,
     PADDED,
     PIPELINES,
@@ -25,11 +27,17 @@ from ledger_layouts import (
 from jaxshard.analysis.compare import check
 from jaxshard.analysis.expected import expected
 from jaxshard.analysis.facts import facts_of
+from jaxshard.analysis.ledger import rows
 from jaxshard.analysis.reasons import Subject, reason
+from jaxshard.analysis.shrink_advice import large_buffers
+from jaxshard.config import DataConfig
 from jaxshard.parallel.layout import Layout
 from jaxshard.training import gradients, step
+from jaxshard.xla.buffers import BufferReport, Temporary
+from jaxshard.xla.hlo import parse
 
 CPU = "cpu:8"
+HLO = Path(__file__).parent / "hlo"
 
 
 def test_a_cpu_rewrites_and_it_is_said():
@@ -92,14 +100,43 @@ def test_layers_updated_one_by_one_are_recognised():
 
 def test_what_tpus_pad_and_put_side_by_side_is_recognised():
     facts = facts_of(program_for(config("replica=2,dp=4", 1, PADDED), CPU))
-    assert facts.padded((192, 64)) == ("blocks.attention.key", 32 * 64)
-    assert facts.padded((193, 64)) == facts.padded((160, 64)) == ("", 0)
+    (row,) = rows(parse((HLO / "tpu_padded.hlo").read_text()), facts.sizes, facts)
+    assert (row.family, row.bytes, row.padding) == ("gradient", 224 * 64 * 4, 64 * 64 * 4)
+    assert row.parameters.startswith("blocks.attention.key")
     for zero, name in ((1, "jit(train_step)/convert_element_type"), (3, "state.params['embedding']['tokens']")):
         facts = facts_of(program_for(config("dp=8", zero, CUT), CPU))
         subject = Subject("all-gather", ("data",), (8, 320, 200), "bf16", name, zero == 3)
         assert reason(subject, facts).family == ("gather" if zero == 3 else "update")
         assert reason(replace(subject, dims=(8, 321, 200)), facts).family == ""
         assert reason(replace(subject, op_name="jvp()/add", from_parameter=False), facts).family == ""
+
+
+def test_what_shrinks_a_buffer_is_not_what_is_set_already():
+    """And positions by a width of the same size are no pairs of positions."""
+    case = config("dp=8", model=LLAMA | {"n_layers": 4}, global_batch=64)
+    facts = facts_of(program_for(replace(case, data=DataConfig(seq_len=128)), CPU))
+    assert (facts.layers, facts.batch, facts.length, facts.width) == (4, 8, 128, 128)
+
+    def said(shape, name="", **changed):
+        report = BufferReport(0, 0, (Temporary("t", shape, 1, name, ""),))
+        (buffer,) = large_buffers(report, replace(facts, **changed))
+        return buffer.what, buffer.advice
+
+    assert said("f32[4,8,128,128]") == (ALL_LAYERS, "--parallel.remat dots or full")
+    kept = ALL_LAYERS.replace("activations", "attention weights")
+    scores = "f32[4,8,4,2,128,128]"
+    assert said(scores) == (kept, "--parallel.remat dots or full")
+    assert said(scores, platform="gpu") == (kept, "--parallel.remat dots or full, or --model.attention cudnn")
+    assert said(scores, platform="gpu", attention="cudnn") == said(scores)
+    one, pairs = said("f32[8,128,8,128]", head_dim=128), said("f32[8,128,8,128]", "x/attention/exp", head_dim=128)
+    assert one[0].startswith("one activation") and pairs[0] == "attention weights of every pair of positions"
+    assert said("f32[7,7]", saved="full")[1] == "more --parallel.accumulation"
+    assert said("f32[7,7]", batch=1)[1] == "shorter sequences, or tp higher, or --parallel.remat full"
+    alone = replace(facts.mesh, data=1)
+    assert said("f32[128,384]", "transpose()/dot", mesh=alone)[1] == "dp or tp higher"
+
+
+ALL_LAYERS = "activations of all layers, kept for the backward pass"
 
 
 def unexpected(program) -> list[str]:

@@ -1,7 +1,7 @@
 """Found = expected on absent TPUs (v5e), layout by layout; what their compiler does in another way is named."""
 
 import pytest
-from ledger_layouts import CUT, FAST, PADDED, PIPELINES, TESTED, agreeing, config
+from ledger_layouts import CUT, FAST, LLAMA, PADDED, PIPELINES, TESTED, agreeing, config
 
 TARGET = "v5e:2x4"
 QUICK = "hsdp zero 3, accumulation, sp"
@@ -44,6 +44,15 @@ def test_an_asynchronous_gather_carried_through_a_loop_counts_once():
 def test_a_table_is_gathered_in_parts_side_by_side():
     found = agreeing(config("dp=8", 1, CUT), TARGET)
     assert any(row.family == "update" and row.bytes == 2 * 2560 * 200 for row in found.rows)
+
+
+@pytest.mark.slow
+def test_a_table_whose_rows_are_no_whole_tiles_is_padded_and_recognised():
+    """On dp=8 its gradient travels as [129600, 512] for [128256, 512]."""
+    model = LLAMA | {"n_layers": 1, "vocab_size": 128256, "d_model": 512, "head_dim": 64, "tie_embeddings": True}
+    case = config("dp=8", 2, model, accumulation=2, remat="full")
+    check = agreeing(case, TARGET).check
+    assert check is not None and any("parts padded to whole tiles" in text for text in check.rewrites)
 
 
 @pytest.mark.slow

@@ -48,6 +48,37 @@ def test_its_own_axes_and_bytes(capsys, tmp_path):
     assert "<html" in (tmp_path / "page.html").read_text()
 
 
+def test_copies_and_what_is_not_donated_are_named_and_axes_keep_their_names(capsys, tmp_path):
+    """Axes that are called as --mesh calls its own, which it would shorten."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
+    shaped = lambda shape, *axes: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes))
+    )
+    weights = {"up": shaped((D, F), None, "model"), "scale": shaped((D,))}
+    batch = shaped((B, D), "data")
+
+    def update(params, x):
+        loss = lambda p: jax.nn.relu(x * p["scale"] @ p["up"]).sum()
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    places = {"up": weights["up"].sharding, "scale": whole}
+    found = jaxshard.explain(jax.jit(update, out_shardings=places), weights, batch)
+    half = "4 devices hold the same part: it is whole over data"
+    copies = {leaf.path: (leaf.bytes, leaf.why) for leaf in found.replicated}
+    assert copies["params.up"] == copies["output up"] == (D * F // 2 * 4, half)
+    assert copies["x"] == (B // 4 * D * 4, "2 devices hold the same part: it is whole over model")
+    assert found.ok and [(d.path, d.like) for d in found.undonated] == [("params.up", "output up")]
+    found.show()
+    found.report(tmp_path / "page.html")
+    said, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    assert "params.up (like output up) could lend outputs their memory, 32.00 KiB a device" in said
+    assert "donate_argnums=0" in said and "held in copies" in page and "donate_argnums=0" in page
+    assert " data " in said and " dp " not in said and ">data<" in page and ">dp<" not in page
+    donated = jaxshard.explain(jax.jit(update, out_shardings=places, donate_argnums=0), weights, batch)
+    assert donated.undonated == ()
+
+
 def test_arrays_and_a_plain_function():
     mesh = mesh_of(jax.devices())
     place = lambda leaf: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), leaf.sharding)

@@ -104,9 +104,12 @@ def loop_carries(hlo: str) -> list[Counter]:
 
 
 def local_gradients(row: Row) -> Counter:
-    """Shapes of one device's accumulated gradients, by the formula: matrices by tp, and the largest dim by dp."""
+    """Shapes of one device's accumulated gradients, by the formula: matrices by tp, and the largest dim by dp.
+
+    Data groups (ZeRO-0 and 1) and replicas sum their own: a dim more, of which a device has one.
+    """
     tp, dp = row.shape.model, row.shape.data if row.zero >= 2 else 1
-    group = [1] if row.zero <= 1 and row.shape.batch_ways > 1 else []
+    group = [1] if row.shape.replica > 1 or (row.zero <= 1 and row.shape.data > 1) else []
     heads, E = HEADS // tp, D // HEADS
     wide = [F // tp, D] if F // tp > D else [F // tp, D // dp]
     if F // tp > D:

@@ -124,7 +124,7 @@ def _held_whole(rows: list[Row], missing: Iterable[Difference], facts: Facts, li
 def _of_optimizer(row: Row, facts: Facts) -> bool:
     """Traffic of the optimizer's own arithmetic, or that looks like it: in neither of the passes, where no gradients
     are reduced unless that is deferred."""
-    unknown = ("",) if facts.deferred else ("", "vector")
+    unknown = ("",) if facts.apart else ("", "vector")
     return row.family == "optimizer" or (row.phase == "outside" and row.family in unknown)
 
 

@@ -12,9 +12,9 @@ residual stream. Bytes are those of the full logical result of a call on one dev
 
 An all-reduce sends twice what the other two send, so that stages 0 to 2 send alike and stage 3 half as much again
 (ZeRO, Rajbhandari et al. 2020, section 7). ZeRO-2 and 3 reduce in every accumulation part, 0 and 1 once. With `replica`
-the scattered parts are all-reduced over it. Tensor parallelism: 2 all-reduces of S a layer forward and 2 backward
-(Megatron, Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence parallelism (Korthikanti et al.
-2022).
+the scattered parts are all-reduced over it, once a step on every stage. Tensor parallelism: 2 all-reduces of S a layer
+forward and 2 backward (Megatron, Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence
+parallelism (Korthikanti et al. 2022).
 
 In a pipeline S is one microbatch, and the schedule's table says how often everything runs. All stages compute in every
 tick, idle ones in vain, so that ticks count and not microbatches: F forward halves, each a pass of the stage's chunk, B
@@ -23,6 +23,7 @@ embedding's gradient. Over `stage` go F + B permutes of S, and sums that tell al
 output for the loss, the first input gradient for the embedding, both of whose vocabulary lies over `stage` and `model`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -155,9 +156,11 @@ def _sum(weights: list[WeightFact]) -> int:
     return sum(weight.total for weight in weights)
 
 
-def _made(facts: Facts, runs: Passes, weights: list[WeightFact]) -> int:
-    """Elements of the gradients that are reduced in one part, or in the step where reduction is deferred."""
-    return _sum(weights) if facts.deferred else sum(w.elements * runs.backward_of(w) for w in weights)
+def _made(facts: Facts, runs: Passes, weights: list[WeightFact], axis: str) -> tuple[int, int]:
+    """Gradients that are reduced over an axis: (elements in one part, or in the step where it is deferred; times)."""
+    if axis in facts.apart:
+        return _sum(weights), 1
+    return sum(w.elements * runs.backward_of(w) for w in weights), facts.accumulation
 
 
 def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
@@ -173,19 +176,25 @@ def _reductions(facts: Facts, runs: Passes, family: str, weights: list[WeightFac
     g, both = facts.gradient_bytes, facts.used("replica", "data")
     if not both:
         return
-    calls = 1 if facts.deferred else facts.accumulation
-    made = lambda weights: g * _made(facts, runs, weights)
+    made = lambda weights, axis: _made(facts, runs, weights, axis)
     spread, whole = ([w for w in weights if w.spread is is_spread] for is_spread in (True, False))
-    yield Expected(family, "all-reduce", both, made(whole), calls, "gradients", once=g * _sum(whole))
-    yield Expected(family, "reduce-scatter", facts.used("data"), made(spread), calls, "gradients")
+    # Those that stay whole: at once over the axes that are reduced at the same time.
+    inner = tuple(axis for axis in both if axis not in facts.apart)
+    for axes in (inner, facts.apart):
+        elements, calls = made(whole, axes[-1]) if axes else (0, 0)
+        yield Expected(family, "all-reduce", axes, g * elements, calls, "gradients", once=g * _sum(whole))
+    elements, calls = made(spread, "data")
+    yield Expected(family, "reduce-scatter", facts.used("data"), g * elements, calls, "gradients")
     table = [w for w in weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
-    kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", both)
+    kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", inner)
     again = g * runs.loss * _sum(table)
-    yield Expected(family, kind, axes, again, calls, "the tied table's gradient once more, as head")
+    yield Expected(family, kind, axes, again, facts.accumulation, "the tied table's gradient once more, as head")
     if facts.used("replica"):
-        parts = (made(spread) + again * any(w.spread for w in table)) // facts.mesh.data
+        elements, calls = made(spread, "replica")
+        twice = [w for w in table if w.spread and "replica" not in facts.apart]
+        parts = (g * elements + again * bool(twice)) // facts.mesh.data
+        once = g * _sum([*spread, *twice]) // facts.mesh.data
         text = "gradient shards across replicas"
-        once = g * _sum([*spread, *(w for w in table if w.spread)]) // facts.mesh.data
         yield Expected(family, "all-reduce", facts.used("replica"), parts, calls, text, once=once)
 
 
@@ -342,9 +351,9 @@ def vector_bounds(facts: Facts) -> tuple[int, int]:
     norms = [w for w in vectors if w.role == "norm" and facts.sequence_parallel]
     tables = [w for w in vectors if w.whole and facts.sequence_parallel]
     every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights)
-    # Over the batch axes once where sums are deferred; over model, with sequence parallelism, in every part.
-    calls = 1 if facts.deferred else parts
+    # Over the batch axes once where sums are kept apart; over model, with sequence parallelism, in every part.
+    each = sum(math.prod(_made(facts, runs, vectors, axis)) for axis in batch)
     # Short vectors may be gathered after an update by a sum, which looks like their gradient's.
     updates = g * _sum([w for w in vectors if w.spread])
-    most = g * _made(facts, runs, vectors) * calls * len(batch) + g * every(norms + tables) * parts + updates
+    most = g * each + g * every(norms + tables) * parts + updates
     return g * max(_sum(vectors) * bool(batch), _sum(norms)), most

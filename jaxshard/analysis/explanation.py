@@ -8,6 +8,7 @@ import jax
 from jaxshard.analysis.compare import Check
 from jaxshard.analysis.facts import Facts
 from jaxshard.analysis.ledger import Row, bytes_by_axis
+from jaxshard.analysis.own_arrays import Undonated
 from jaxshard.analysis.shrink_advice import LargeBuffer
 from jaxshard.parallel.rules import Replicated
 from jaxshard.training.program import Program
@@ -37,6 +38,9 @@ class Explanation:
     flops: float
     """Matrix FLOPs of one device in one run."""
     replicated: tuple[Replicated, ...]
+    """Arrays that stay whole against the rules; of a function of the user's own, all that several devices hold."""
+    undonated: tuple[Undonated, ...]
+    """Arguments of such a function whose memory outputs could reuse."""
     warnings: tuple[SpmdWarning, ...]
     buffers: tuple[LargeBuffer, ...]
     program: Program | None = field(default=None, repr=False)
@@ -45,9 +49,15 @@ class Explanation:
     @property
     def ok(self) -> bool:
         """False when unexpected traffic exceeds the threshold, or arrays are held whole that the rules split."""
-        ruled = len(self.program.replicated) if self.program else 0  # what the rules themselves leave whole
-        agrees = self.check is None or not (self.check.failures or self.check.undone)
-        return len(self.replicated) == ruled and agrees
+        if self.check is None or self.program is None:
+            return True
+        ruled = len(self.program.replicated)  # what the rules themselves leave whole
+        return len(self.replicated) == ruled and not (self.check.failures or self.check.undone)
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a function of the user's own, of whose axes and arrays no rule is known."""
+        return self.facts is None
 
     @property
     def fits(self) -> bool:
@@ -79,6 +89,7 @@ class Explanation:
             "temporaries": [asdict(buffer) for buffer in self.buffers],
             "flops": self.flops,
             "replicated": [leaf.as_json() for leaf in self.replicated],
+            "undonated": [asdict(leaf) for leaf in self.undonated],
             "warnings": [asdict(warning) for warning in self.warnings],
         }
 

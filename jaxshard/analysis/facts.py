@@ -30,10 +30,6 @@ FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
 """Bytes of an element -> its HLO type, of gradients (fp32 or wider) and of 16-bit floats but fp16."""
 
 
-TILE_ROWS = (8, 16, 32, 128)
-"""Rows of a TPU's tile in fp32, of two, four tiles, and its lanes: to multiples of these a part is padded."""
-
-
 @dataclass(frozen=True)
 class WeightFact:
     """One weight, as one device sees it."""
@@ -94,12 +90,19 @@ class Facts:
     """Sequences of one accumulation part, or of one microbatch of a pipeline, on one device."""
     length: int
     accumulation: int
-    deferred: bool
-    """Gradients are reduced once, after the accumulation loop."""
+    apart: tuple[str, ...]
+    """Axes over which gradients are reduced once, after the accumulation loop."""
     sequence_parallel: bool
     split_kv: bool
+    heads: int
+    """Query heads on one device."""
     kv_heads: int
     head_dim: int
+    hidden: int
+    """Of the MLP, on one device."""
+    attention: str
+    """Kernel: xla, or one that holds no array of every pair of positions."""
+    platform: str
     tied: bool
     saved: tuple[str, ...] | str
     """What rematerialisation keeps: none (everything), full, dots, offload, or names."""
@@ -129,6 +132,11 @@ class Facts:
     def used(self, *axes: str) -> tuple[str, ...]:
         """Those of the axes that have more than one device, in mesh order."""
         return tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether no gradient is reduced over the data groups before the accumulation loop is over."""
+        return bool(self.apart) and self.apart == self.used("replica", "data")
 
     @property
     def stream(self) -> int:
@@ -190,20 +198,6 @@ class Facts:
         paths, count = self.named(dims).split(" or "), math.prod(dims)
         found = [weight for weight in self.weights if weight.path in paths]
         return bool(found) and all(w.group == "blocks" and not w.vector and count > 2 * w.elements for w in found)
-
-    def padded(self, dims: Sequence[int]) -> tuple[str, int]:
-        """A weight whose dims these are, but for one that TPUs scatter in parts of whole tiles: path, added elements.
-
-        Returns ("", 0) where there is none.
-        """
-        sizes, ways = sorted(dim for dim in dims if dim > 1), self.mesh.data
-        for weight in self.weights:
-            for i, dim in enumerate(weight.local) if not weight.vector else ():
-                for rows in TILE_ROWS:
-                    whole = (*weight.local[:i], -(-dim // (ways * rows)) * ways * rows, *weight.local[i + 1 :])
-                    if whole[i] > dim and sorted(n for n in whole if n > 1) == sizes:
-                        return weight.path, math.prod(whole) - weight.elements
-        return "", 0
 
     @cached_property
     def alike(self) -> frozenset[str]:
@@ -267,11 +261,15 @@ def facts_of(program: Program) -> Facts:
         batch=train.global_batch // (config.parallel.accumulation * shape.batch_ways * microbatches),
         length=length,
         accumulation=config.parallel.accumulation,
-        deferred=layout.deferred,
+        apart=layout.apart,
         sequence_parallel=layout.sequence_parallel and shape.model > 1,
         split_kv=program.recipe.context.split_kv,
+        heads=arch.n_heads // shape.model,
         kv_heads=arch.n_kv_heads,
         head_dim=arch.head_dim,
+        hidden=arch.d_ff // shape.model,
+        attention=program.recipe.context.attention,
+        platform=layout.mesh.devices.flat[0].platform,
         tied=arch.tie_embeddings,
         saved=saved,
         loss_chunks=chunks,

@@ -93,7 +93,7 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
                 name=found.name,
                 form=found.form,
                 stacked=sum(size for part, size in parts if facts and facts.stacked(part.dims)),
-                padding=sum(_padding(part, size, facts) for part, size in parts if facts and _is_weight(family)),
+                padding=sum(_padding(part, size) for part, size in parts if facts and _is_weight(family)),
             )
         )
     return result
@@ -109,9 +109,8 @@ def _is_optimizers(why: Reason, subject: Subject, source: str, facts: Facts) -> 
     return bool(_OPTIMIZER.search(source)) and (why.family != "update" or facts.optimizer == "muon")
 
 
-def _padding(subject: Subject, size: int, facts: Facts) -> int:
-    more = 0 if facts.named(subject.dims) or subject.kind != "reduce-scatter" else facts.padded(subject.dims)[1]
-    return size * more // max(1, subject.elements)
+def _padding(subject: Subject, size: int) -> int:
+    return max(0, size - Array(subject.dtype, subject.dims).bytes)
 
 
 def _is_weight(family: str) -> bool:
@@ -146,7 +145,7 @@ def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tu
     names = alternatives(found.op_name, len(found.parts))
     result = []
     for index, part in enumerate(found.parts):
-        array = _array(part.shape)
+        array, padded = _array(part.unpadded or part.shape), _array(part.shape)
         maker = None
         if outer is not None and computation is not None and len(outer.operands) == len(found.parts):
             maker = _maker(computation.by_name, outer.operands[index])
@@ -160,12 +159,12 @@ def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tu
                 if facts and facts.named((piece.elements,)) and not facts.named(piece.dims):
                     piece = Array(piece.dtype, (piece.elements,))  # two dims of the weight merged into one
                 subject = Subject(found.kind, found.axes, piece.dims, array.dtype, each, _is_parameter(each))
-                result.append((subject, piece.elements * array.bytes // max(1, array.elements)))
+                result.append((subject, piece.elements * padded.bytes // max(1, array.elements)))
         else:
             if array.dtype == "u32" and facts and facts.activation_bytes == 2:
                 array = Array(facts.compute, (2 * array.elements,))  # a TPU's pairs of fp16
             subject = Subject(found.kind, found.axes, array.dims, array.dtype, own, _is_parameter(own))
-            result.append((subject, array.bytes))
+            result.append((subject, padded.bytes))
     return result
 
 

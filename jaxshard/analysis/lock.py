@@ -113,6 +113,9 @@ class Differences:
     reasons: list[tuple[str, int, int]]
     """Bytes of a step by reason, those that change most first."""
 
+    own: bool = False
+    """Both are of functions of the user's own, whose axes keep their names."""
+
     @property
     def all(self) -> list[tuple[str, Any, Any]]:
         return [*self.about, *self.figures, *self.reasons]
@@ -127,7 +130,9 @@ def differences(first: str, second: str) -> Differences:
     a, b = (_read(Path(file), "--compare", _is_explanation) for file in (first, second))
     about = _changed(*({name: str(found.get(name)) for name in _ABOUT} for found in (a, b)))
     reasons = _changed(_by_reason(a), _by_reason(b))
-    return Differences(about, _changed(figures(a), figures(b)), sorted(reasons, key=lambda row: -abs(row[2] - row[1])))
+    reasons.sort(key=lambda row: -abs(row[2] - row[1]))
+    own = a.get("zero") is None and b.get("zero") is None
+    return Differences(about, _changed(figures(a), figures(b)), reasons, own)
 
 
 def _changed(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

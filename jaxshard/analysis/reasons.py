@@ -144,7 +144,7 @@ def _batch_reason(subject: Subject, where: Place, facts: Facts) -> Reason | None
     if subject.kind == "collective-permute" and where.operation == "dot_general":
         family = "gradient" if where.phase == "backward" or where.scope == "loss" else "gather"
         return Reason(family, _with(FAMILIES[family], STEPS))
-    weight = facts.named(subject.dims) or (facts.padded(subject.dims)[0] if subject.kind == "reduce-scatter" else "")
+    weight = facts.named(subject.dims)
     if not weight and subject.kind == "all-gather" and (subject.from_parameter or where.phase == "outside"):
         weight = facts.side_by_side(subject.dims)  # TPUs, where a part's rows are no whole tiles
     if not weight and subject.kind == "all-gather" and facts.zero < 3 and where.phase == "outside":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxshard.analysis.facts import FLOATS, Facts
-from jaxshard.analysis.reasons import place
+from jaxshard.analysis.reasons import Place, place
 from jaxshard.xla.buffers import BufferReport, Temporary
 
 
@@ -44,32 +44,68 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
     where, weight = place(buffer.op_name), facts.named(dims)
     short = weight.split(" or ")[0]
     activation = facts.batch in dims and facts.length in dims
-    more = f"more --train.{'microbatches' if facts.schedule else 'accumulation'}"
+    more = _less_at_a_time(facts)
     if where.scope == "loss" and not weight and (facts.vocab in dims or activation):
         return "logits of one chunk of positions", "--parallel.loss_chunk smaller, or tp higher"
-    pairs = dims.count(facts.length) >= 2
+    pairs = _is_of_pairs(dims, where, facts)
     if activation and dims[:1] == (facts.layers,) and len(dims) > 3:
         what = "attention weights" if pairs else "activations"
-        other = ", or --model.attention cudnn on GPUs" if pairs else ""
-        return f"{what} of all layers, kept for the backward pass", _activations(facts) + other
+        other = [f", or {option}" for option in _kernels(facts) if pairs]
+        return f"{what} of all layers, kept for the backward pass", "".join([_activations(facts), *other])
     if pairs:
-        return "attention weights of every pair of positions", "--model.attention cudnn on GPUs, or shorter sequences"
+        return "attention weights of every pair of positions", ", or ".join([*_kernels(facts), "shorter sequences"])
     if activation:
-        return f"one activation ({_where(buffer)})", f"{more}, or a smaller batch"
+        smaller = ", or a smaller batch" if facts.batch > 1 else ""
+        return f"one activation ({_where(buffer)})", more + smaller
     made = where.phase in ("backward", "outside") or where.scope == "loss"
     if weight and dtype == FLOATS[facts.gradient_bytes] and made:
-        advice = "--zero 2 splits gradients over dp" if facts.zero < 2 else "dp or tp higher"
+        advice = "--zero 2 splits gradients over dp" if facts.zero < 2 and facts.mesh.data > 1 else "dp or tp higher"
         return f"gradient of {short}", advice
     if weight:
-        advice = "tp higher splits it" if facts.zero == 3 else "--zero 3 splits parameters over dp"
+        split = facts.zero < 3 and facts.mesh.data > 1
+        advice = "--zero 3 splits parameters over dp" if split else "tp higher splits it"
         return f"{short}, ready for use", advice
     if shard := facts.shard(dims):
         return f"{shard} or its gradient, this device's share", "dp or tp higher"
-    return _where(buffer), f"{more}, or --parallel.remat full"
+    return _where(buffer), more + ("" if facts.saved == "full" else ", or --parallel.remat full")
+
+
+def _less_at_a_time(facts: Facts) -> str:
+    """Fewer sequences on a device at a time, where it has several."""
+    if facts.batch == 1:
+        return "shorter sequences, or tp higher"
+    return f"more --parallel.{'microbatches' if facts.schedule else 'accumulation'}"
+
+
+SOFTMAX = ("exp", "reduce_max", "reduce_sum", "sub", "div", "mul", "select_n")
+"""Operations on attention's weights."""
+
+
+def _is_of_pairs(dims: tuple[int, ...], where: Place, facts: Facts) -> bool:
+    """Whether an array has a number for every pair of positions, and not positions by a feature of the same size.
+
+    Where a width equals the length, the other dims tell; where they fit both, the name stack.
+    """
+    if dims.count(facts.length) < 2:
+        return False
+    rest = [dim for dim in dims[dims[0] == facts.layers and len(dims) > 3 :] if dim > 1]
+    if facts.batch in rest and facts.batch > 1:
+        rest.remove(facts.batch)
+    heads = [(n, facts.head_dim) for n in (facts.heads, max(1, facts.kv_heads // facts.mesh.model), facts.kv_heads)]
+    features = [(facts.width,), (facts.hidden,), *heads, *((n * width,) for n, width in heads)]
+    fits = any(sorted(rest) == sorted(n for n in (facts.length, *each) if n > 1) for each in features)
+    return not fits or (where.scope == "attention" and where.operation in SOFTMAX)
+
+
+def _kernels(facts: Facts) -> list[str]:
+    """What to ask for so that no array of every pair of positions is made; nothing where it is asked for already."""
+    if facts.attention != "xla" or facts.platform not in ("gpu", "cuda"):
+        return []
+    return ["--model.attention cudnn" + ("" if facts.activation_bytes == 2 else " with --train.precision bf16")]
 
 
 def _activations(facts: Facts) -> str:
     if facts.saved == "full":
         split = "" if facts.sequence_parallel or facts.mesh.model == 1 else "--parallel.sequence_parallel true, or "
-        return f"{split}more --parallel.accumulation"
+        return split + _less_at_a_time(facts)
     return "--parallel.remat full" if facts.saved != "none" else "--parallel.remat dots or full"

@@ -14,6 +14,7 @@ from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.facts import Facts, facts_of
 from jaxshard.analysis.ledger import rows
 from jaxshard.analysis.lock import check_same, differences, hold, read_lock
+from jaxshard.analysis.own_arrays import held_in_copies, undonated
 from jaxshard.analysis.shrink_advice import large_buffers
 from jaxshard.commands.explain_options import check_compare, check_options, named_folder
 from jaxshard.commands.explain_schedule import show_schedule
@@ -75,7 +76,12 @@ def explain(fn: Any, *args: Any, target: str = "local", mesh: Mesh | None = None
     hardware = _target_of(found, target)
     sizes = dict(zip(found.axis_names, found.devices.shape, strict=True))
     compiled = _fits(compile_for(hardware, jitted, *args))
-    return _explanation(compiled, ",".join(f"{axis}={size}" for axis, size in sizes.items()), sizes)
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    return replace(
+        _explanation(compiled, text, sizes),
+        replicated=tuple(held_in_copies(jitted, compiled.executable)),
+        undonated=tuple(undonated(jitted, compiled.executable)),
+    )
 
 
 def _target_of(mesh: Mesh, text: str) -> Target:
@@ -184,6 +190,7 @@ def _explanation(
         usable=compiled.target.chip.usable_bytes,
         flops=computation_flops(Scope(compiled.module, compiled.module.entry)),
         replicated=(),
+        undonated=(),
         warnings=compiled.spmd_warnings,
         buffers=tuple(large_buffers(compiled.buffers, facts)),
         facts=facts,

@@ -188,7 +188,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
 
 def generator(program: Program) -> Generator:
     """The generator of a run's program."""
-    layout = replace(program.layout, deferred=False)
+    layout = replace(program.layout, apart=())
     plain = program.recipe.context.without_dropout()
     return Generator(program.model, layout, replace(plain, shard=layout.shard, groups=layout.groups, vmapped=False))
 

@@ -78,15 +78,15 @@ ZERO_TABLES: dict[int, frozenset[str]] = {
 """ZeRO stage -> classes of state that are sharded over the data axis (ZeRO, Rajbhandari et al. 2020, section 5)."""
 
 
-def axes_text(axes: Iterable[str]) -> str:
-    """ "dp+tp" as --mesh names them, or "-"."""
-    return "+".join(SHORT.get(axis, axis) for axis in axes) or "-"
+def axes_text(axes: Iterable[str], own: bool = False) -> str:
+    """ "dp+tp" as --mesh names them, or "-"; those of the user's `own` mesh by the names that they have there."""
+    return "+".join(axis if own else SHORT.get(axis, axis) for axis in axes) or "-"
 
 
-def in_short(name: str) -> str:
+def in_short(name: str, own: bool = False) -> str:
     """A figure's name, which ends with its axes, with those as --mesh names them: "bytes over dp+tp"."""
     what, over, axes = name.rpartition(" over ")
-    return f"{what}{over}{axes_text(axes.split('+'))}" if over else name
+    return f"{what}{over}{axes_text(axes.split('+'), own)}" if over else name
 
 
 @dataclass(frozen=True, init=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxshard.parallel.axes import BATCH_AXES, SEQUENCE_RULES, MeshShape
+from jaxshard.parallel.axes import BATCH_AXES, REPLICA, SEQUENCE_RULES, MeshShape
 from jaxshard.parallel.precision import Policy
 from jaxshard.parallel.remat import WEIGHT_NAME
 from jaxshard.parallel.rules import WeightSpecs, activation_spec, spec_entry, weight_specs
@@ -27,8 +27,8 @@ class Layout:
         policy: number types.
         specs: `WeightSpecs` in the shape of the parameters.
         sequence_parallel: residual stream split over `model` along the sequence.
-        deferred: each data group keeps its own gradient sum, reduced once at the end of the step (ZeRO-0 and 1 with
-            accumulation or a pipeline); otherwise gradients are reduced as the backward pass produces them.
+        apart: mesh axes over which every group keeps a gradient sum of its own, reduced once at the end of the step;
+            see `axes_apart`. Over the other axes gradients are reduced as the backward pass produces them.
     """
 
     mesh: Mesh
@@ -37,7 +37,7 @@ class Layout:
     policy: Policy
     specs: Any
     sequence_parallel: bool
-    deferred: bool
+    apart: tuple[str, ...]
 
     def sharding(self, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
         return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
@@ -73,15 +73,34 @@ class Layout:
         return self.shape.batch_ways
 
     @property
-    def group_axes(self) -> tuple[str, ...]:
-        """Mesh axes that the data groups lie on."""
-        return self.shape.used(BATCH_AXES)
+    def deferred(self) -> bool:
+        """Whether several groups keep gradient sums of their own, which have a leading dim of them."""
+        return bool(self.apart)
+
+    @property
+    def sums(self) -> int:
+        """Gradient sums that are kept apart; 1 where none are."""
+        return self.shape.ways(self.apart)
+
+    @property
+    def groups_of_a_sum(self) -> int:
+        """Data groups whose gradients are reduced at once, into one of the sums."""
+        return self.groups // self.sums
+
+    @property
+    def axes_of_a_sum(self) -> tuple[str, ...]:
+        """Mesh axes that those data groups lie on."""
+        return tuple(axis for axis in BATCH_AXES if axis not in self.apart)
+
+    def group_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Spec of an array with a leading dim of the sums that are kept apart."""
+        return PartitionSpec(spec_entry(self.apart), *spec)
 
     def shard(self, x: jax.Array, axes: tuple[str | None, ...], name: str | None = None) -> jax.Array:
         """Constrains an activation by the logical names of its dims, and names it for rematerialisation."""
         extra: dict[str, tuple[str, ...]] = dict(SEQUENCE_RULES) if self.sequence_parallel else {}
-        if self.deferred:
-            extra["batch"] = ()  # vmap over the data groups puts the batch axes on a leading dim.
+        # vmap over the groups puts the axes that keep them apart on a leading dim.
+        extra |= {"batch": self.axes_of_a_sum, "groups": self.apart}
         spec = activation_spec(axes, x.shape, self.shape, extra)
         x = jax.lax.with_sharding_constraint(x, self.sharding(spec))
         return x if name is None else checkpoint_name(x, name)
@@ -147,13 +166,21 @@ def build_layout(
 
     `parts` is the number of pieces in which a step takes its batch: accumulation steps x microbatches."""
     row = lambda x: hasattr(x, "axes")
-    deferred = zero <= 1 and parts > 1 and shape.batch_ways > 1
+    apart = axes_apart(shape, zero, parts)
     # Without accumulation ZeRO-1 has no reason to hold a whole gradient: it is reduced straight into its shards.
-    tables = 2 if zero == 1 and not deferred else zero
+    tables = 2 if zero == 1 and not apart else zero
     specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, tables), weights, is_leaf=row)
-    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, deferred)
+    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, apart)
 
 
-def group_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Spec of an array with a leading dim of data groups."""
-    return PartitionSpec(spec_entry(BATCH_AXES), *spec)
+def axes_apart(shape: MeshShape, zero: int, parts: int) -> tuple[str, ...]:
+    """Mesh axes over which gradients are reduced once a step, where it takes its batch in `parts`.
+
+    ZeRO-0 and 1 hold whole gradients, so each data group sums its own. ZeRO-2 and 3 hold shards, and reduce into them
+    over `data` in every part; but over `replica`, the slow network, once: each replica sums shards of its own, which
+    are no larger.
+    """
+    if parts == 1:
+        return ()
+    axes = BATCH_AXES if zero <= 1 else (REPLICA,)
+    return tuple(axis for axis in axes if getattr(shape, axis) > 1)

@@ -1,6 +1,7 @@
 """Loss and gradients of one global batch: accumulation, data groups, rematerialisation; a pipeline where there is one.
 
-Shapes: A accumulation steps, B sequences of one accumulation step, G data groups, T sequence length.
+Shapes: A accumulation steps, B sequences of one accumulation step, G groups that keep gradient sums apart, T sequence
+length.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.models.layers import Context, TokenInfo
 from jaxshard.models.products import sum_groups
 from jaxshard.models.transformer import slotted
-from jaxshard.parallel.layout import Layout, group_spec
+from jaxshard.parallel.layout import Layout
 from jaxshard.training.loss import IGNORED, cross_entropy
 from jaxshard.training.pipeline_gradients import evaluate_pipelined, pipelined
 from jaxshard.training.recipe import Recipe, dropout_keys
@@ -78,13 +79,13 @@ def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: ja
     else:
         grads, entropy = _whole(recipe, params, batch, sequences, step, weight)
     if layout.deferred:
-        # The one reduction of the step, over the data groups.
+        # The one reduction of the step over the axes that keep their sums apart.
         grads = jax.tree.map(sum_groups, grads)
     return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
 
 
 def _whole(recipe: Recipe, params: Any, batch: Any, sequences: jax.Array, step: jax.Array, weight: jax.Array):
-    """Gradients where every device holds all layers; with a leading dim of data groups where they are deferred."""
+    """Gradients where every device holds all layers; with a leading dim of groups where they are deferred."""
     layout, dtype = recipe.layout, recipe.layout.policy.gradients
     zeros = lambda sharding, p: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, dtype), sharding)
     slots = jax.tree.map(zeros, layout.gradients, params)
@@ -110,31 +111,31 @@ def _whole(recipe: Recipe, params: Any, batch: Any, sequences: jax.Array, step: 
 
 
 def place_sums(layout: Layout, grads: Any) -> Any:
-    """Constrains gradients to the layout in which a step sums them: [G, ...] where data groups keep their own."""
+    """Constrains gradients to the layout in which a step sums them: [G, ...] where groups keep their own."""
     is_spec = lambda x: isinstance(x, PartitionSpec)
     specs = jax.tree.map(lambda s: s.spec, layout.gradients)
     if layout.deferred:
-        specs = jax.tree.map(group_spec, specs, is_leaf=is_spec)
+        specs = jax.tree.map(layout.group_spec, specs, is_leaf=is_spec)
     return jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(g, layout.sharding(s)), grads, specs)
 
 
 def zero_sums(layout: Layout, params: Any) -> Any:
     """Gradients to begin a sum with."""
-    lead = (layout.groups,) if layout.deferred else ()
+    lead = (layout.sums,) if layout.deferred else ()
     return place_sums(layout, jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), layout.policy.gradients), params))
 
 
 def _by_group(recipe: Recipe, one: Callable) -> Callable:
-    """Lets every data group keep its own gradient: [G, ...] leaves, split over the data axes, not yet summed."""
+    """Lets every group keep its own gradient: [G, ...] leaves, split over the axes kept apart, not yet summed."""
     layout = recipe.layout
-    groups = layout.groups
-    axes = layout.group_axes
+    groups = layout.sums
+    spec = layout.group_spec(PartitionSpec(layout.axes_of_a_sum))
 
     def run(slots, part, ids):
         cut = lambda a: jax.lax.with_sharding_constraint(
-            a.reshape(groups, a.shape[0] // groups, *a.shape[1:]), layout.sharding(PartitionSpec(axes))
+            a.reshape(groups, a.shape[0] // groups, *a.shape[1:]), layout.sharding(spec)
         )
-        each = jax.vmap(one, in_axes=(None, 0, 0), spmd_axis_name=axes)
+        each = jax.vmap(one, in_axes=(None, 0, 0), spmd_axis_name=layout.apart)
         grads, entropy = each(slots, jax.tree.map(cut, part), cut(ids))
         return grads, entropy.sum()
 
@@ -143,7 +144,7 @@ def _by_group(recipe: Recipe, one: Callable) -> Callable:
 
 def evaluate_batch(recipe: Recipe, params: Any, batch: dict[str, jax.Array]):
     """Cross-entropy sum and number of targets of sequences [B, T], without dropout."""
-    plain = replace(recipe, layout=replace(recipe.layout, deferred=False))
+    plain = replace(recipe, layout=replace(recipe.layout, apart=()))
     ctx = replace(recipe.context.without_dropout(), shard=plain.layout.shard)
     if recipe.pipeline is not None:
         entropy = evaluate_pipelined(replace(plain, context=ctx), params, batch)

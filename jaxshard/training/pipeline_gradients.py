@@ -1,7 +1,7 @@
 """The model in the pipeline: its embedding, stages and loss as functions for the executor, its weights cut for it.
 
-Shapes: A accumulation steps, B sequences of one accumulation step, M microbatches, G data groups, S stages, V chunks of
-layers per stage, L layers, T sequence length.
+Shapes: A accumulation steps, B sequences of one accumulation step, M microbatches, G groups that keep gradient sums
+apart, S stages, V chunks of layers per stage, L layers, T sequence length.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import TokenInfo
 from jaxshard.models.transformer import Slotted, slotted
-from jaxshard.parallel.axes import BATCH_AXES
-from jaxshard.parallel.layout import Layout, group_spec
+from jaxshard.parallel.layout import Layout
 from jaxshard.parallel.pipeline import Pipeline, Sums, Weights, evaluate, gradients
 from jaxshard.parallel.rules import spec_entry
 from jaxshard.training.loss import cross_entropy
@@ -54,26 +53,27 @@ class _Cut:
 
     def place_stages(self, blocks: Any) -> Any:
         """Constrains gradients of the blocks, inside of the executor, to the layout in which they are summed."""
-        groups = (spec_entry(BATCH_AXES),) if self.lead else ()
+        groups = (spec_entry(self.layout.apart),) if self.lead else ()
         spec = lambda s: PartitionSpec(s.gradients[0], *groups, None, None, *s.gradients[1:])
         put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
         return jax.tree.map(put, blocks, self.layout.specs["blocks"])
 
     def place_shared(self, shared: Any) -> Any:
         """The same for gradients of all other weights."""
-        spec = lambda s: group_spec(s.gradients) if self.lead else s.gradients
+        spec = lambda s: self.layout.group_spec(s.gradients) if self.lead else s.gradients
         put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
         return {name: jax.tree.map(put, g, self.layout.specs[name]) for name, g in shared.items()}
 
 
 def _microbatches(layout: Layout, count: int, batch: Any) -> Any:
     """Cuts arrays [B, ...] into [M, G, B / (G M), ...], or [M, B / M, ...] without groups; nothing moves."""
-    ways = layout.groups
+    lead = (layout.sums,) if layout.deferred else ()
+    spec = PartitionSpec(None, *((spec_entry(layout.apart),) if lead else ()), layout.axes_of_a_sum)
 
     def cut(a):
-        parts = jnp.moveaxis(a.reshape(ways, count, -1, *a.shape[1:]), 1, 0)
-        whole = parts if layout.deferred else parts.reshape(count, -1, *a.shape[1:])
-        return jax.lax.with_sharding_constraint(whole, layout.sharding(PartitionSpec(None, BATCH_AXES)))
+        parts = jnp.moveaxis(a.reshape(layout.groups, count, -1, *a.shape[1:]), 1, 0)
+        whole = parts.reshape(count, *lead, -1, *a.shape[1:])
+        return jax.lax.with_sharding_constraint(whole, layout.sharding(spec))
 
     return jax.tree.map(cut, batch)
 
@@ -140,8 +140,7 @@ def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipel
         stream = ("batch", "residual_sequence", "embed") if rest == 3 else ("batch", *[None] * (rest - 1))
         return layout.shard(x, (*lead, *stream))
 
-    groups = layout.group_axes if layout.deferred else ()
-    return Pipeline(recipe.pipeline.schedule, embed, stage, loss, groups, shard)
+    return Pipeline(recipe.pipeline.schedule, embed, stage, loss, layout.apart, shard)
 
 
 def _weights(recipe: Recipe, cut: _Cut, params: Any) -> Weights:
@@ -163,8 +162,8 @@ def pipelined(
     Args:
         recipe: how; with a pipeline.
         params: parameters as stored.
-        start: (gradients in the shape of the parameters, with a leading dim of data groups where the layout defers
-            their reduction; cross-entropy sum).
+        start: (gradients in the shape of the parameters, with a leading dim of groups where the layout keeps their
+            sums apart; cross-entropy sum).
         batch: [A, B, T] arrays, and "sequences" uint32 [A, B]: places in the global batch.
         step: finished updates, for dropout.
         weight: factor of the objective.
@@ -177,7 +176,7 @@ def pipelined(
     weights = _weights(recipe, cut, params)
     shared, entropy = dict(start[0]), start[1]
     blocks = jax.tree.map(cut.inside, shared.pop("blocks"))
-    zero = jnp.zeros((layout.groups,) if layout.deferred else (), entropy.dtype)
+    zero = jnp.zeros((layout.sums,) if layout.deferred else (), entropy.dtype)
     sums = Sums(cut.place_stages(blocks), cut.place_shared(shared), zero)
 
     def add(sums, part):

@@ -155,7 +155,7 @@ def _recipe(
         split_kv=arch.n_kv_heads % shape.model == 0,
         mixed_kv=arch.n_kv_heads % shape.model != 0 and shape.model % arch.n_kv_heads != 0,
         vocab_parts=shape.stage * shape.model,
-        groups=1 if layout.deferred else layout.groups,
+        groups=layout.groups_of_a_sum,
         vmapped=layout.deferred or shape.stage > 1,
     )
     return Recipe(model, layout, context, remat, config.parallel.loss_chunk, train.z_loss, train.seed, pipeline)

@@ -53,8 +53,8 @@ class Recipe:
     pipeline: PipelinePlan | None = None
 
     def loss_spec(self) -> LossSpec:
-        groups = 1 if self.layout.deferred else self.layout.groups
-        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard)
+        layout = self.layout
+        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, layout.groups_of_a_sum, layout.shard)
 
 
 def dropout_keys(recipe: Recipe, step: jax.Array | int, sequences: jax.Array) -> jax.Array | None:

@@ -11,12 +11,12 @@ from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.ledger import Row, bytes_by_axis
 from jaxshard.analysis.state_bytes import state_bytes
 from jaxshard.errors import InputError
-from jaxshard.parallel.axes import SHORT, axes_text
+from jaxshard.parallel.axes import axes_text
 from jaxshard.training.describe import size_text
 from jaxshard.training.program import Program
 from jaxshard.views.pictures import Piece, bars, mesh_picture, pipeline_picture, slices_picture, write_png
 from jaxshard.views.schedule_draw import sentences
-from jaxshard.views.tables import buffer_table, given_up, too_large
+from jaxshard.views.tables import buffer_table, donation, given_up, too_large
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -93,10 +93,11 @@ def page(found: Explanation) -> str:
 
 def pictures(found: Explanation) -> dict[str, str]:
     """The drawings as SVG, by name; those of the train step only where it is one."""
-    drawn = {"mesh": mesh_picture({SHORT.get(axis, axis): size for axis, size in found.sizes.items()})}
+    name_of = lambda axis: axes_text([axis], found.own)
+    drawn = {"mesh": mesh_picture({name_of(axis): size for axis, size in found.sizes.items()})}
     totals = sorted(bytes_by_axis(found.rows).items(), key=lambda item: -item[1])
     if totals:
-        rows = [(axes_text(name.split("+")), [("bytes", size)]) for name, size in totals]
+        rows = [(axes_text(name.split("+"), found.own), [("bytes", size)]) for name, size in totals]
         drawn["axes"] = bars(rows, *_unit(totals[0][1]))
     memory = found.memory
     parts = [
@@ -117,7 +118,7 @@ def _sections(found: Explanation) -> Iterator[str]:
     program = found.program
     yield _section("Verdict", _verdict(found))
     yield _section("Mesh", drawn["mesh"])
-    yield _section("What travels, and why", _summary(found.rows) if found.rows else "<p>Nothing.</p>")
+    yield _section("What travels, and why", _summary(found.rows, found.own) if found.rows else "<p>Nothing.</p>")
     if "axes" in drawn:
         yield _section(f"Bytes by axes, of one {'call' if found.facts is None else 'step'}", drawn["axes"])
     yield _section("Memory of one device", drawn["memory"] + _memory(found))
@@ -159,26 +160,26 @@ def _verdict(found: Explanation) -> str:
     return f'<p class="{"good" if found.ok else "bad"}">{text}</p><ul>{lines}</ul>{details}'
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Row], own: bool) -> str:
     """The ledger added up by reason, and behind it each collective."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for row in rows:
-        key = (row.reason, row.kind, axes_text(row.axes))
+        key = (row.reason, row.kind, axes_text(row.axes, own))
         calls, size = sums.get(key, (0, 0))
         sums[key] = (calls + row.count, size + row.total)
     cells = [
         (*key, f"{calls:,}", size_text(size)) for key, (calls, size) in sorted(sums.items(), key=lambda i: -i[1][1])
     ]
     table = _table(("reason", "kind", "axes", "calls", "all calls"), cells, numbers=(3, 4), keys=(4,))
-    return f"{table}<details><summary>Each collective ({len(rows)})</summary>{_ledger(rows)}</details>"
+    return f"{table}<details><summary>Each collective ({len(rows)})</summary>{_ledger(rows, own)}</details>"
 
 
-def _ledger(rows: Sequence[Row]) -> str:
+def _ledger(rows: Sequence[Row], own: bool) -> str:
     cells = [
         (
             row.reason + (f" ({row.note})" if row.note else ""),
             row.kind,
-            axes_text(row.axes),
+            axes_text(row.axes, own),
             size_text(row.bytes),
             f"{row.count:,}",
             size_text(row.total),
@@ -198,7 +199,9 @@ def _memory(found: Explanation) -> str:
     wrong = [] if found.fits else [too_large(found)]
     wrong += [given_up(warning) for warning in found.warnings]
     lines = "".join(f'<p class="bad">{html.escape(line)}</p>' for line in wrong)
-    replicated = _table(("whole against the rules", "bytes", "why"), whole, numbers=(1,)) if whole else ""
+    head = "held in copies" if found.own else "whole against the rules"
+    replicated = _table((head, "bytes", "why"), whole, numbers=(1,)) if whole else ""
+    replicated += f"<p>{html.escape(donation(found.undonated))}</p>" if found.undonated else ""
     return lines + (_table(heads, cells, numbers=(1,)) if cells else "") + replicated
 
 

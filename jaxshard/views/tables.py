@@ -8,6 +8,7 @@ from jaxshard.analysis.compare import Difference
 from jaxshard.analysis.explanation import Explanation
 from jaxshard.analysis.ledger import Row, bytes_by_axis
 from jaxshard.analysis.lock import Differences
+from jaxshard.analysis.own_arrays import Undonated
 from jaxshard.console import Console
 from jaxshard.parallel.axes import axes_text, in_short
 from jaxshard.training.describe import size_text
@@ -17,6 +18,9 @@ from jaxshard.xla.pool import MOST, setting
 WIDE = 120
 """Columns that a terminal needs to show each figure in a column of its own."""
 
+LISTED = 10
+"""Arrays that are named one by one; the rest is counted."""
+
 
 def show(found: Explanation, console: Console) -> None:
     """Prints everything that was found, the judgement last."""
@@ -24,11 +28,35 @@ def show(found: Explanation, console: Console) -> None:
     console.line(f"{found.target}, mesh {found.mesh}{zero}, compiled by {found.compiler}")
     _show_ledger(found, console)
     _show_memory(found, console)
-    for leaf in found.replicated:
-        console.line(f"stays whole against the rules: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
+    _show_replicated(found, console)
+    if found.undonated:
+        console.line(donation(found.undonated))
     for warning in found.warnings:
         console.line(given_up(warning), style="yellow")
     _show_check(found, console)
+
+
+def _show_replicated(found: Explanation, console: Console) -> None:
+    what = "held in copies" if found.own else "stays whole against the rules"
+    shown = found.replicated[:LISTED] if found.own else found.replicated
+    for leaf in shown:
+        console.line(f"{what}: {leaf.path} ({size_text(leaf.bytes)}): {leaf.why}")
+    rest = found.replicated[len(shown) :]
+    if rest:
+        console.line(f"{what}: {len(rest)} more, {size_text(sum(leaf.bytes for leaf in rest))} in all")
+
+
+def donation(found: Sequence[Undonated]) -> str:
+    """What donating these arguments would save, and how."""
+    names = [f"{leaf.path} (like {leaf.like})" for leaf in found[:LISTED]]
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    numbers = sorted({leaf.number for leaf in found})
+    which = str(numbers[0]) if len(numbers) == 1 else f"({', '.join(map(str, numbers))})"
+    size = size_text(sum(leaf.bytes for leaf in found))
+    return (
+        f"not donated: {', '.join(names)}{more} could lend outputs their memory, {size} a device: "
+        f"jax.jit(..., donate_argnums={which}), where the caller does not use them afterwards"
+    )
 
 
 def _show_ledger(found: Explanation, console: Console) -> None:
@@ -41,7 +69,7 @@ def _show_ledger(found: Explanation, console: Console) -> None:
     book = [row for row in found.rows if row.family == hidden]
     rows = [row for row in found.rows if row.family != hidden]
     narrow = _is_narrow(console)
-    cells = [_cells(group, brief=narrow or not console.interactive) for group in _groups(rows)]
+    cells = [_cells(group, found.own, brief=narrow or not console.interactive) for group in _groups(rows)]
     heads = ("kind", "axes", "bytes", "calls", "reason", "source", "runs meanwhile")
     if narrow:
         heads = ("kind, axes", "bytes, calls", "reason, source, what runs meanwhile")
@@ -55,7 +83,7 @@ def _show_ledger(found: Explanation, console: Console) -> None:
     console.table(
         "Bytes by axes",
         ("axes", f"bytes a {once}"),
-        [(axes_text(name.split("+")), size_text(size)) for name, size in totals.items()],
+        [(axes_text(name.split("+"), found.own), size_text(size)) for name, size in totals.items()],
     )
 
 
@@ -92,7 +120,7 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     return sorted(groups.values(), key=lambda group: -sum(row.total for row in group))
 
 
-def _cells(group: Sequence[Row], brief: bool) -> tuple[str, ...]:
+def _cells(group: Sequence[Row], own: bool, brief: bool) -> tuple[str, ...]:
     """One line of the ledger; brief where lines are short, or in a pipe, where no cell is folded."""
     row = group[0]
     size = " to ".join(dict.fromkeys(size_text(bound([row.bytes for row in group])) for bound in (min, max)))
@@ -101,11 +129,12 @@ def _cells(group: Sequence[Row], brief: bool) -> tuple[str, ...]:
     calls = str(count) if all(row.exact for row in group) else vague
     meanwhile = row.overlap or "nothing" if row.is_async else "-"
     reason = f"{row.reason}; {row.note}" if row.note else row.reason
+    axes = axes_text(row.axes, own)
     if len(group) > 1 and row.family == "optimizer":
-        return row.kind, axes_text(row.axes), size, calls, reason, row.source.partition(":")[0], "each its own (--json)"
+        return row.kind, axes, size, calls, reason, row.source.partition(":")[0], "each its own (--json)"
     weights = _first_weights(row.parameters) if brief else row.parameters
     source = f"{weights} ({row.source})" if weights and row.source else weights or row.source
-    return row.kind, axes_text(row.axes), size, calls, reason, source, meanwhile
+    return row.kind, axes, size, calls, reason, source, meanwhile
 
 
 def _stacked(kind: str, axes: str, size: str, calls: str, reason: str, source: str, meanwhile: str) -> tuple[str, ...]:
@@ -208,7 +237,7 @@ def show_differences(files: Sequence[str], found: Differences, console: Console)
         console.table("What is compared", ("what", *files), found.about)
     for title, rows in (("Figures that differ", found.figures), ("Bytes a step that differ, by reason", found.reasons)):
         if rows:
-            cells = [(in_short(name), f"{a:,.0f}", f"{b:,.0f}", _change(a, b)) for name, a, b in rows]
+            cells = [(in_short(name, found.own), f"{a:,.0f}", f"{b:,.0f}", _change(a, b)) for name, a, b in rows]
             console.table(title, ("what", *files, "change"), cells)
 
 

@@ -65,6 +65,8 @@ class Part:
     bytes: int
     op_name: str
     """Name of what makes the operand, or of the collective when that has none."""
+    unpadded: str = ""
+    """Its shape before it was padded for the collective; "" where it was not."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class _Site:
     shape: Shape
     start: int
     end: int
+    unpadded: tuple[str, ...] = ()
+    """Of a fused one, for each operand: see `Part`."""
 
 
 def _scope_collectives(scope: Scope, mesh_shape: Mapping[str, int], started: set[str]) -> Iterator[Collective]:
@@ -204,9 +208,15 @@ def _fused(scope: Scope, index: int, fusion: Instruction, started: set[str]) -> 
         elif _key(inner) in started:
             continue
         elif fused.name.startswith("all-reduce-scatter"):
-            yield _Site("reduce-scatter", "fused", inner, fusion, shape, index, index)
+            yield _Site("reduce-scatter", "fused", inner, fusion, shape, index, index, _before_padding(fused, inner))
         else:
             yield _Site(inner.opcode, "fused", inner, fusion, shape, index, index)
+
+
+def _before_padding(fused: Computation, collective: Instruction) -> tuple[str, ...]:
+    """Shapes of the operands that the fusion pads first, so that all devices keep parts of one size; "" of others."""
+    makers = [fused.by_name[operand] for operand in collective.operands]
+    return tuple(str(fused.shape_of(maker.operands[0])) if maker.opcode == "pad" else "" for maker in makers)
 
 
 def _fused_end(scope: Scope, start: int, key: str) -> int:
@@ -318,7 +328,11 @@ def _parts(scope: Scope, site: _Site, default: str) -> tuple[Part, ...]:
     arrays = list(leaves(site.shape))
     makers = [_maker(scope, operand).op_name for operand in site.outer.operands]
     names = makers if len(makers) == len(arrays) else [default] * len(arrays)
-    return tuple(Part(str(array), array.bytes, name or default) for array, name in zip(arrays, names, strict=True))
+    before = site.unpadded or [""] * len(arrays)
+    return tuple(
+        Part(str(array), array.bytes, name or default, unpadded)
+        for array, name, unpadded in zip(arrays, names, before, strict=True)
+    )
 
 
 def _overlap(scope: Scope, site: _Site, sites: list[_Site]) -> Overlap:
