@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxshard"
 
 FLOORS = (
-    ("errors", "config", "options", "config_file", "console", "interrupt"),
+    ("errors", "config", "options", "config_file", "console", "interrupt", "names"),
     ("parallel", "models"),
     ("data",),
     ("training", "inference"),

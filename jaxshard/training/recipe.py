@@ -54,7 +54,8 @@ class Recipe:
 
     def loss_spec(self) -> LossSpec:
         groups = 1 if self.layout.deferred else self.layout.groups
-        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard)
+        table = "embedding.tokens" if self.model.arch.tie_embeddings else "head.out"
+        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, self.layout.shard, table)
 
 
 def dropout_keys(recipe: Recipe, step: jax.Array | int, sequences: jax.Array) -> jax.Array | None:
