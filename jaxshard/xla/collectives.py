@@ -65,6 +65,8 @@ class Part:
     bytes: int
     op_name: str
     """Name of what makes the operand, or of the collective when that has none."""
+    dtype: str = ""
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,10 @@ def _parts(scope: Scope, site: _Site, default: str) -> tuple[Part, ...]:
     arrays = list(leaves(site.shape))
     makers = [_maker(scope, operand).op_name for operand in site.outer.operands]
     names = makers if len(makers) == len(arrays) else [default] * len(arrays)
-    return tuple(Part(str(array), array.bytes, name or default) for array, name in zip(arrays, names, strict=True))
+    return tuple(
+        Part(str(array), array.bytes, name or default, array.dtype, array.elements)
+        for array, name in zip(arrays, names, strict=True)
+    )
 
 
 def _overlap(scope: Scope, site: _Site, sites: list[_Site]) -> Overlap:
