@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxshard"
 
 FLOORS = (
-    "errors interrupt console suggestions",
+    "errors interrupt console suggestions names",
     "config",
     "models",
     "parallel",

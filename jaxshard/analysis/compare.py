@@ -72,9 +72,9 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
     compare = _Comparison(facts, platform)
     wanted, unpredicted = expected(facts), open_families(facts)
     if unpredicted:
-        own = sum(row.total for row in rows if _of_optimizer(row, facts))
+        own = sum(row.total for row in rows if of_optimizer(row, facts))
         unpredicted = {name: f"{why}: {own:,} bytes are not compared" for name, why in unpredicted.items()}
-        rows = [row for row in rows if not _of_optimizer(row, facts)]
+        rows = [row for row in rows if not of_optimizer(row, facts)]
     vectors = [row for row in rows if row.family == "vector"]
     rows = [row for row in rows if row.family not in ("bookkeeping", "vector")]
     found_gathers = [row for row in rows if row.family == "gather"]
@@ -94,11 +94,11 @@ def check(found: Iterable[Row], facts: Facts, platform: str, threshold: int | No
         tuple(compare.rewrites),
         tuple(unpredicted.values()),
         limit,
-        tuple(_held_whole(found_gathers, compare.missing, facts, limit)),
+        tuple(held_whole(found_gathers, compare.missing, facts, limit)),
     )
 
 
-def _held_whole(rows: list[Row], missing: Iterable[Difference], facts: Facts, limit: int) -> Iterator[str]:
+def held_whole(rows: list[Row], missing: Iterable[Difference], facts: Facts, limit: int) -> Iterator[str]:
     """ZeRO-3 in vain: layers that stay whole because they are not gathered again, or because all come in one call.
 
     Only where a loop goes through layers: one alone may stay, and a pipeline that gathers once a step is asked to.
@@ -121,7 +121,7 @@ def _held_whole(rows: list[Row], missing: Iterable[Difference], facts: Facts, li
             )
 
 
-def _of_optimizer(row: Row, facts: Facts) -> bool:
+def of_optimizer(row: Row, facts: Facts) -> bool:
     """Traffic of the optimizer's own arithmetic, or that looks like it: in neither of the passes, where no gradients
     are reduced unless that is deferred."""
     unknown = ("",) if facts.apart else ("", "vector")

@@ -118,14 +118,20 @@ def passes(facts: Facts) -> Passes:
 def expected(facts: Facts) -> list[Expected]:
     """The expected traffic of one training step; rows of one family and axes add up."""
     runs = passes(facts)
-    found = [*_gradients(facts, runs), *_updates(facts), *_gathers(facts, runs)]
+    found = [*_gradients(facts, runs), *_updates(facts), *_gathers(facts, runs), *activations(facts, runs)]
+    return [row for row in found if row.axes and row.total]
+
+
+def activations(facts: Facts, runs: Passes) -> list[Expected]:
+    """The part of it that is no weight and no gradient of one."""
+    found: list[Expected] = []
     if facts.used("stage", "model"):
         found += _vocabulary(facts, runs)
     if facts.used("model"):
         found += _layers(facts, runs)
     if facts.schedule is not None:
         found += _stages(facts, facts.schedule, runs)
-    return [row for row in found if row.axes and row.total]
+    return found
 
 
 def chosen(wanted: list[Expected], summed: Callable[[str, tuple[str, ...]], int]) -> list[Expected]:

@@ -55,6 +55,9 @@ class WeightFact:
     """Not split over `model` (outside the blocks also not over `stage`), though that has several devices: they may
     share the work of its sums. Norms, biases, learned positions; kv weights where kv heads do not divide."""
 
+    ends_stream: bool
+    """Its product is added to the residual stream; other matrices of a block read it."""
+
     @property
     def elements(self) -> int:
         """Elements of one layer."""
@@ -307,6 +310,7 @@ def _weights(program: Program) -> list[WeightFact]:
                 early=_axes(spec.gradients) != _axes(spec.base),
                 model_split="model" in _axes(spec.base),
                 whole=bool(others) and not others & set(_axes(spec.base)),
+                ends_stream=row.axes[-1] == "embed",
             )
         )
     return found

@@ -45,6 +45,8 @@ class Row:
     """Bytes of those arrays that are many layers of a weight at once."""
     padding: int = 0
     """Bytes beyond those of the weights."""
+    path: str = ""
+    """Of a product's sum, the product's weight."""
 
     @property
     def total(self) -> int:
@@ -84,12 +86,12 @@ def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
                 family=family,
                 reason=text,
                 phase=place(parts[0][0].op_name).phase,
-                source=_short_source(found.source),
-                parameters=_shorten([name for name in names if name]),
+                source=short_source(found.source),
+                parameters=shorten([name for name in names if name]),
                 is_async=found.is_async,
-                overlap=_overlap(found),
+                overlap=overlap_words(found),
                 dtype=dtype,
-                note="; ".join(note for note in (found.note, _branches(found)) if note),
+                note="; ".join(note for note in (found.note, branch_note(found)) if note),
                 name=found.name,
                 form=found.form,
                 stacked=sum(size for part, size in parts if facts and facts.stacked(part.dims)),
@@ -117,19 +119,19 @@ def _is_weight(family: str) -> bool:
     return family in ("gather", "update", "gradient", "vector")
 
 
-def _shorten(names: list[str]) -> str:
+def shorten(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _short_source(source: str) -> str:
+def short_source(source: str) -> str:
     return "/".join(source.split("/")[-2:])
 
 
-def _branches(found: Collective) -> str:
+def branch_note(found: Collective) -> str:
     return f"only when taken: {', '.join(found.branches)}" if found.branches else ""
 
 
-def _overlap(found: Collective) -> str:
+def overlap_words(found: Collective) -> str:
     if found.overlap is None:
         return ""
     work = found.overlap

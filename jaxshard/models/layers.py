@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxshard.models.fused_attention import cudnn, cudnn_batchable, within_documents
 from jaxshard.models.presets import Architecture
 from jaxshard.models.products import add_bias, einsum, repeat_heads, whole_gradient
+from jaxshard.names import KV_HEADS
 
 DOT_NAMES = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 """Names of the activations that come out of a matmul; `--parallel.remat dots` keeps these."""
@@ -92,6 +93,23 @@ def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], init: tuple, ro
     return nnx.Param(jnp.zeros(shape), logical_axes=axes, init=init, role=role)
 
 
+def named(param: nnx.Param) -> Any:
+    """The scope of a weight: its path in the model, as `transformer.describe` numbers it, around where it is used."""
+    return jax.named_scope(param.get_metadata("path"))
+
+
+def product(spec: str, x: jax.Array, param: nnx.Param) -> jax.Array:
+    """`products.einsum` with a weight, under its name."""
+    with named(param):
+        return einsum(spec, x, param[...])
+
+
+def shifted(x: jax.Array, param: nnx.Param) -> jax.Array:
+    """`products.add_bias`, under the bias's name."""
+    with named(param):
+        return add_bias(x, param[...])
+
+
 def dropout(x_BxTxD: jax.Array, rate: float, keys_B: jax.Array | None, site: jax.Array | int) -> jax.Array:
     """Drops elements with a mask that depends on (seed, step, layer, sequence, position) and never on the layout.
 
@@ -121,8 +139,13 @@ class Norm(nnx.Module):
         x = x_BxTxD.astype(jnp.promote_types(scale.dtype, jnp.float32))
         if self.center:
             x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.eps) * scale
-        return (x + self.bias[...] if self.center else x).astype(x_BxTxD.dtype)
+        x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + self.eps)
+        with named(self.scale):
+            x = x * scale
+        if self.center:
+            with named(self.bias):
+                x = x + self.bias[...]
+        return x.astype(x_BxTxD.dtype)
 
 
 def rope_frequencies(arch: Architecture, dtype) -> jax.Array:
@@ -208,18 +231,16 @@ class Attention(nnx.Module):
     def project(self, x_BxTxD: jax.Array, positions_BxT: jax.Array, ctx: Context):
         """Returns queries [B, T, H, E], keys and values [B, T, K, E], rotated where the family does."""
         spec = "btd,dhe->bthe"
-        q, k, v = (einsum(spec, x_BxTxD, w[...]) for w in (self.query, self.key, self.value))
+        q, k, v = (product(spec, x_BxTxD, w) for w in (self.query, self.key, self.value))
         if self.biased:
-            q, k, v = (
-                add_bias(q, self.query_bias[...]),
-                add_bias(k, self.key_bias[...]),
-                add_bias(v, self.value_bias[...]),
-            )
+            q, k, v = shifted(q, self.query_bias), shifted(k, self.key_bias), shifted(v, self.value_bias)
         q = ctx.shard(q, ("batch", "sequence", "heads", "head_dim"), "query")
         k = ctx.shard(k, ("batch", "sequence", "kv_heads", "head_dim"), "key")
         v = ctx.shard(v, ("batch", "sequence", "kv_heads", "head_dim"), "value")
         if self.arch.family == "llama":
-            q, k = rope(q, positions_BxT, self.arch), rope(k, positions_BxT, self.arch)
+            q = rope(q, positions_BxT, self.arch)
+            with jax.named_scope(KV_HEADS):
+                k = rope(k, positions_BxT, self.arch)
         return q, k, v
 
     def spread(self, k_BxUxKxE: jax.Array, v_BxUxKxE: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
@@ -230,13 +251,14 @@ class Attention(nnx.Module):
         each = self.arch.n_heads // self.arch.n_kv_heads
         copies = repeat_heads if ctx.mixed_kv else partial(jnp.repeat, axis=2)
         repeat = lambda a: ctx.shard(copies(a, each), ("batch", "sequence", "heads", "head_dim"))
-        return repeat(k_BxUxKxE), repeat(v_BxUxKxE)
+        with jax.named_scope(KV_HEADS):
+            return repeat(k_BxUxKxE), repeat(v_BxUxKxE)
 
     def merge(self, y_BxTxHxE: jax.Array, ctx: Context) -> jax.Array:
         """Output projection; heads are summed over."""
         y_BxTxHxE = ctx.shard(y_BxTxHxE, ("batch", "sequence", "heads", "head_dim"), "attention")
-        y = einsum("bthe,hed->btd", y_BxTxHxE, self.out[...])
-        return add_bias(y, self.out_bias[...]) if self.biased else y
+        y = product("bthe,hed->btd", y_BxTxHxE, self.out)
+        return shifted(y, self.out_bias) if self.biased else y
 
     def __call__(self, x_BxTxD: jax.Array, info: TokenInfo, ctx: Context) -> jax.Array:
         q, k, v = self.project(x_BxTxD, info.positions, ctx)
@@ -266,15 +288,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array, ctx: Context) -> jax.Array:
         axes = ("batch", "sequence", "mlp")
-        up = einsum("btd,df->btf", x_BxTxD, self.up[...])
+        up = product("btd,df->btf", x_BxTxD, self.up)
         if self.gated:
             up = ctx.shard(up, axes, "mlp_up")
-            gate = ctx.shard(einsum("btd,df->btf", x_BxTxD, self.gate[...]), axes, "mlp_gate")
+            gate = ctx.shard(product("btd,df->btf", x_BxTxD, self.gate), axes, "mlp_gate")
             hidden = jax.nn.silu(gate) * up
         else:
-            hidden = jax.nn.gelu(ctx.shard(add_bias(up, self.up_bias[...]), axes, "mlp_up"))
-        y = einsum("btf,fd->btd", ctx.shard(hidden, axes, "mlp_hidden"), self.down[...])
-        return y if self.gated else add_bias(y, self.down_bias[...])
+            hidden = jax.nn.gelu(ctx.shard(shifted(up, self.up_bias), axes, "mlp_up"))
+        y = product("btf,fd->btd", ctx.shard(hidden, axes, "mlp_hidden"), self.down)
+        return y if self.gated else shifted(y, self.down_bias)
 
 
 class Block(nnx.Module):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.models.products import sum_groups
+from jaxshard.names import WEIGHT_GRAD
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,9 @@ def _backward(spec, saved, dy_BxTxD):
     ids_PxGxbxT = jnp.where(ids_PxGxbxT < 0, each, ids_PxGxbxT)
     add = lambda ids, dy: jnp.zeros((each, D), dtype).at[ids].add(dy, mode="drop")
     of_group = jax.vmap(jax.vmap(add, in_axes=(0, None)), in_axes=(1, 0))
-    sums_GxPxRxD = spec.shard(of_group(ids_PxGxbxT, split(dy)), ("batch", "vocab", None, "embed"))
-    return sum_groups(sums_GxPxRxD).reshape(V, D), None
+    with jax.named_scope(WEIGHT_GRAD):
+        sums_GxPxRxD = spec.shard(of_group(ids_PxGxbxT, split(dy)), ("batch", "vocab", None, "embed"))
+        return sum_groups(sums_GxPxRxD).reshape(V, D), None
 
 
 _lookup.defvjp(_forward, _backward)

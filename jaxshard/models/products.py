@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxshard.names import INPUT_GRAD, WEIGHT_GRAD
+
 
 def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """`jnp.einsum` in the type of x, whose gradient for w is summed and returned in the type of w.
@@ -33,8 +35,10 @@ def _einsum_backward(spec, saved, dy):
     x, w = saved
     inputs, out = spec.split("->")
     left, right = inputs.split(",")
-    dx = jnp.einsum(f"{out},{right}->{left}", dy, w.astype(dy.dtype))
-    dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=w.dtype)
+    with jax.named_scope(INPUT_GRAD):
+        dx = jnp.einsum(f"{out},{right}->{left}", dy, w.astype(dy.dtype))
+    with jax.named_scope(WEIGHT_GRAD):
+        dw = jnp.einsum(f"{left},{out}->{right}", x, dy, preferred_element_type=w.dtype)
     return dx, dw
 
 

@@ -124,9 +124,11 @@ class Model:
     def embed(self, embedding: Any, tokens_BxT: jax.Array, info: TokenInfo, ctx: Context) -> jax.Array:
         """Looks tokens (and learned positions) up; returns the residual stream [B, T, D] in the compute type."""
         spec = LookupSpec(ctx.vocab_parts, ctx.groups, ctx.dtype, ctx.shard)
-        x = lookup(spec, embedding["tokens"], tokens_BxT)
+        with jax.named_scope("embedding.tokens"):
+            x = lookup(spec, embedding["tokens"], tokens_BxT)
         if "positions" in embedding:
-            x = x + lookup(replace(spec, parts=1), embedding["positions"], info.positions)
+            with jax.named_scope("embedding.positions"):
+                x = x + lookup(replace(spec, parts=1), embedding["positions"], info.positions)
             x = whole_gradient(ctx.shard, ("batch", "sequence", "embed"), x)
         x = ctx.shard(x, ("batch", "residual_sequence", "embed"))
         x = dropout(x, ctx.dropout, info.keys, 0)
@@ -232,6 +234,9 @@ def describe(arch: Architecture, vocab_ways: int = 1, dealt: tuple[int, int] = (
     }
     weights, graphs = {}, {}
     for group, module in modules.items():
+        for path, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Param):
+                node.set_metadata("path", ".".join((group, *map(str, path))))
         graphs[group], state = nnx.split(module)
         stack = arch.n_layers if group == "blocks" else None
         weights[group] = _rows(nnx.to_pure_dict(state), state, stack, arch.vocab_size, vocab)

@@ -1,7 +1,7 @@
 """A layout: where every array of a run lies, derived once from mesh, rules and weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxshard.names import GATHER, LAYOUT, REDUCE, map_named
 from jaxshard.parallel.axes import BATCH_AXES, REPLICA, SEQUENCE_RULES, MeshShape
 from jaxshard.parallel.precision import Policy
 from jaxshard.parallel.remat import WEIGHT_NAME
@@ -102,7 +103,8 @@ class Layout:
         # vmap over the groups puts the axes that keep them apart on a leading dim.
         extra |= {"batch": self.axes_of_a_sum, "groups": self.apart}
         spec = activation_spec(axes, x.shape, self.shape, extra)
-        x = jax.lax.with_sharding_constraint(x, self.sharding(spec))
+        with jax.named_scope(f"{LAYOUT}/{','.join(axis or '-' for axis in axes)}"):
+            x = jax.lax.with_sharding_constraint(x, self.sharding(spec))
         return x if name is None else checkpoint_name(x, name)
 
     def lift(self, group: str, weights: Any) -> Any:
@@ -114,14 +116,22 @@ class Layout:
         """
         leaf = lambda x: hasattr(x, "slot")
         specs = self.specs[group]
-        return jax.tree.map(lambda w, s: self._lift_one(w, s, group == "blocks"), weights, specs, is_leaf=leaf)
+        one = lambda w, s: self._lift_one(w, s, group == "blocks")
+        return map_named(GATHER, one, weights, specs, under=group, is_leaf=leaf)
 
     def _lift_one(self, weight: Any, specs: WeightSpecs, in_stack: bool) -> jax.Array:
         drop = lambda spec: PartitionSpec(*spec[1:]) if in_stack else spec
-        use, grads = self.sharding(drop(specs.base)), self.sharding(drop(specs.gradients))
+        stored, use, grads = (self.sharding(drop(s)) for s in (specs.parameters, specs.base, specs.gradients))
+        # Pinned as it is stored, so that the gather stands here, under this weight's name, and not where it was sliced.
+        value = jax.lax.with_sharding_constraint(weight.value, stored) if in_stack else weight.value
         if weight.slot is None:
-            return jax.lax.with_sharding_constraint(weight.value, use).astype(self.policy.gradients)
-        return _lift(use, grads, weight.value, weight.slot)
+            return jax.lax.with_sharding_constraint(value, use).astype(self.policy.gradients)
+        return _lift(use, grads, value, weight.slot)
+
+    def once_gathered(self) -> "Layout":
+        """The layout of a program in which all parameters have been gathered already."""
+        whole = lambda s: replace(s, parameters=s.base)
+        return replace(self, specs=jax.tree.map(whole, self.specs, is_leaf=lambda x: isinstance(x, WeightSpecs)))
 
     @property
     def gathers(self) -> bool:
@@ -153,7 +163,8 @@ def _lift_forward(use, grads, value, slot):
 
 def _lift_backward(use, grads, like, cotangent):
     # The value's own cotangent is never asked for: gradients are taken with respect to the slots.
-    return jnp.zeros(cotangent.shape, like.dtype), jax.lax.with_sharding_constraint(cotangent, grads)
+    with jax.named_scope(REDUCE):
+        return jnp.zeros(cotangent.shape, like.dtype), jax.lax.with_sharding_constraint(cotangent, grads)
 
 
 _lift.defvjp(_lift_forward, _lift_backward)
@@ -183,4 +194,4 @@ def axes_apart(shape: MeshShape, zero: int, parts: int) -> tuple[str, ...]:
     if parts == 1:
         return ()
     axes = BATCH_AXES if zero <= 1 else (REPLICA,)
-    return tuple(axis for axis in axes if getattr(shape, axis) > 1)
+    return shape.used(axes)

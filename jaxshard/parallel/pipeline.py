@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxshard.names import REDUCE, SEND, STAGE_VALUE, map_named
 from jaxshard.parallel.axes import STAGE
 from jaxshard.parallel.schedule import Phase, Schedule
 
@@ -40,6 +41,7 @@ class Pipeline:
         shard: (array, names of leading dims) -> the array, constrained. Names are "stages", None (slots), "groups";
             what follows them is [b, T, D].
         place_stages, place_shared: constrain gradients of the stages' and of the shared weights, as in `Sums`.
+        stacked: group of parameters that the stages' weights are; the shared ones bear their groups' names.
     """
 
     schedule: Schedule
@@ -50,6 +52,7 @@ class Pipeline:
     shard: Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
     place_stages: Callable[[Any], Any] = lambda tree: tree
     place_shared: Callable[[Any], Any] = lambda tree: tree
+    stacked: str = "blocks"
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -100,6 +103,7 @@ def _put(buffer: jax.Array, slot_S: jax.Array, x: jax.Array) -> jax.Array:
     return jax.vmap(lambda b, i, x: b.at[i].set(x, mode="drop"))(buffer, slot_S, x)
 
 
+@jax.named_scope(SEND)
 def _send(x: jax.Array, places: int) -> jax.Array:
     """Moves every stage's value so many stages on, around the ring."""
     return jnp.roll(x, places, axis=0)
@@ -109,6 +113,7 @@ def _wide(flag_S: jax.Array, like: jax.Array) -> jax.Array:
     return flag_S.reshape(-1, *[1] * (like.ndim - 1))
 
 
+@jax.named_scope(STAGE_VALUE)
 def _only(stage: int, x: jax.Array) -> jax.Array:
     """One stage's value, known to all: a sum in which the others are zero, which is exact.
 
@@ -245,7 +250,8 @@ def _backward_half(
     dy = jnp.where(_wide(row["bwd_loss"], x), dlast, dy)
     dslots, dx = pull(pipeline.over_stages(dy))
     add = pipeline.each_stage(pipeline.each_group(_add_chunk, (0, 0, None)))
-    stages = jax.tree.map(lambda g, d: add(g, d, row["bwd_chunk"]), sums.stages, dslots)
+    more = lambda g, d: add(g, d, row["bwd_chunk"])
+    stages = map_named(REDUCE, more, sums.stages, dslots, under=pipeline.stacked)
     live = row["embed_gradient_live"]
     first = lambda shared: _embed_gradient(run, row["embed_gradient_microbatch"], jnp.where(live, dx, 0), shared)
     shared = _do(how["embed_gradient"], live, first, pipeline.place_shared, shared)
@@ -268,8 +274,8 @@ def _loss(run: _Run, microbatch: jax.Array, y: jax.Array, shared: Any, total: An
     slope = jax.grad(p.loss, argnums=(1, 3), has_aux=True)
     each = p.each_group(lambda mb, y: slope(run.weights.shared, run.slots.shared, mb, y))
     (dshared, dy), more = each(run.of_tick(microbatch), p.shard(_only(y.shape[0] - 1, y), p.grouped))
-    plus = lambda a, b: jax.tree.map(jnp.add, a, b)
-    return p.place_shared(plus(shared, dshared)), plus(total, more), p.shard(dy, p.grouped)
+    total = jax.tree.map(jnp.add, total, more)
+    return p.place_shared(map_named(REDUCE, jnp.add, shared, dshared)), total, p.shard(dy, p.grouped)
 
 
 def _embed_gradient(run: _Run, microbatch: jax.Array, dx: jax.Array, shared: Any) -> Any:
@@ -281,7 +287,7 @@ def _embed_gradient(run: _Run, microbatch: jax.Array, dx: jax.Array, shared: Any
         return pull(dx)[0]
 
     more = p.each_group(slope)(run.of_tick(microbatch), p.shard(_only(0, dx), p.grouped))
-    return p.place_shared(jax.tree.map(jnp.add, shared, more))
+    return p.place_shared(map_named(REDUCE, jnp.add, shared, more))
 
 
 def evaluate(pipeline: Pipeline, weights: Weights, start: Any, microbatches: Any) -> Any:

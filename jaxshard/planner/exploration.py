@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from jaxshard.analysis.timeline import Timeline
-from jaxshard.parallel.mesh import MeshShape
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.planner.correction import Correction
 from jaxshard.planner.host_memory import within_host
 from jaxshard.planner.ranking import PREFERENCE, Scored, Search, same_program

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxshard.models.layers import Context, TokenInfo
 from jaxshard.models.products import sum_groups
 from jaxshard.models.transformer import slotted
+from jaxshard.names import METRICS, REDUCE, map_named
 from jaxshard.parallel.layout import Layout
 from jaxshard.training.loss import IGNORED, cross_entropy
 from jaxshard.training.pipeline_gradients import evaluate_pipelined, pipelined
@@ -50,6 +51,7 @@ def batch_objective(
     return cross_entropy(recipe.loss_spec(), x, out, batch["targets"])
 
 
+@jax.named_scope(METRICS)
 def count_targets(batch: dict[str, jax.Array]) -> jax.Array:
     """Number of positions that have a target, int32."""
     return (batch["targets"] != IGNORED).sum(dtype=jnp.int32)
@@ -80,7 +82,7 @@ def gradients(recipe: Recipe, params: Any, batch: dict[str, jax.Array], step: ja
         grads, entropy = _whole(recipe, params, batch, sequences, step, weight)
     if layout.deferred:
         # The one reduction of the step over the axes that keep their sums apart.
-        grads = jax.tree.map(sum_groups, grads)
+        grads = map_named(REDUCE, sum_groups, grads)
     return grads, entropy / jnp.maximum(total, 1).astype(dtype), total
 
 
@@ -104,7 +106,7 @@ def _whole(recipe: Recipe, params: Any, batch: Any, sequences: jax.Array, step: 
 
     def body(carry, row):
         grads, entropy = one(slots, *row)
-        return (place_sums(layout, jax.tree.map(jnp.add, carry[0], grads)), carry[1] + entropy), None
+        return (place_sums(layout, map_named(REDUCE, jnp.add, carry[0], grads)), carry[1] + entropy), None
 
     start = (zero_sums(layout, params), jnp.zeros((), dtype))
     return jax.lax.scan(body, start, (batch, sequences))[0]
@@ -116,7 +118,7 @@ def place_sums(layout: Layout, grads: Any) -> Any:
     specs = jax.tree.map(lambda s: s.spec, layout.gradients)
     if layout.deferred:
         specs = jax.tree.map(layout.group_spec, specs, is_leaf=is_spec)
-    return jax.tree.map(lambda g, s: jax.lax.with_sharding_constraint(g, layout.sharding(s)), grads, specs)
+    return map_named(REDUCE, lambda g, s: jax.lax.with_sharding_constraint(g, layout.sharding(s)), grads, specs)
 
 
 def zero_sums(layout: Layout, params: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.models.products import sum_groups
+from jaxshard.names import INPUT_GRAD, WEIGHT_GRAD
 
 IGNORED = -1
 """Target of a position that has no loss."""
@@ -31,6 +32,7 @@ class LossSpec:
         z_loss: weight of the squared log-normaliser (PaLM, Chowdhery et al. 2022, section 5).
         groups: data groups; each sums its own gradient of the head over the chunks, reduced once at the end.
         shard: constrains an array by logical axes.
+        table: path of the weight that makes the logits.
     """
 
     vocab_size: int
@@ -38,6 +40,7 @@ class LossSpec:
     z_loss: float
     groups: int
     shard: Callable[..., jax.Array]
+    table: str = "head.out"
 
 
 def cross_entropy(
@@ -92,10 +95,13 @@ def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
         if not with_gradients:
             return carry, None
         dlogits = spec.shard(dlogits.astype(x.dtype), ("batch", "sequence", "vocab"))
-        dx = jnp.einsum("bcv,vd->bcd", dlogits, head)
+        with jax.named_scope(f"{INPUT_GRAD}/{spec.table}"):
+            dx = spec.shard(jnp.einsum("bcv,vd->bcd", dlogits, head), ("batch", "sequence", "embed"))
         each = lambda a: a.reshape(spec.groups, B // spec.groups, *a.shape[1:])
-        more = jnp.einsum("gbcv,gbcd->gvd", each(dlogits), each(x_c), preferred_element_type=w.dtype)
-        return (*carry[:2], _by_group(spec, dw + more)), spec.shard(dx, ("batch", "sequence", "embed"))
+        with jax.named_scope(f"{WEIGHT_GRAD}/{spec.table}"):
+            more = jnp.einsum("gbcv,gbcd->gvd", each(dlogits), each(x_c), preferred_element_type=w.dtype)
+            dw = _by_group(spec, dw + more)
+        return (*carry[:2], dw), dx
 
     if count == 1:
         (objective, entropy, dw), dx = body((zero, zero, dw0), (x_padded, targets_padded))
@@ -103,7 +109,10 @@ def _run(spec: LossSpec, x, w, targets, with_gradients: bool):
         (objective, entropy, dw), dx = jax.lax.scan(body, (zero, zero, dw0), (cut(x_padded), cut(targets_padded)))
         if with_gradients:
             dx = jnp.moveaxis(jnp.asarray(dx), 0, 1).reshape(B, count * chunk, -1)[:, :T]
-    return (objective, entropy), ((dx, sum_groups(dw)) if with_gradients else None)
+    if not with_gradients:
+        return (objective, entropy), None
+    with jax.named_scope(f"{WEIGHT_GRAD}/{spec.table}"):
+        return (objective, entropy), (dx, sum_groups(dw))
 
 
 def _by_group(spec: LossSpec, dw_GxVxD: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import TokenInfo
 from jaxshard.models.transformer import Slotted, slotted
+from jaxshard.names import GATHER, REDUCE, map_named
 from jaxshard.parallel.layout import Layout
 from jaxshard.parallel.pipeline import Pipeline, Sums, Weights, evaluate, gradients
 from jaxshard.parallel.rules import spec_entry
@@ -56,13 +57,13 @@ class _Cut:
         groups = (spec_entry(self.layout.apart),) if self.lead else ()
         spec = lambda s: PartitionSpec(s.gradients[0], *groups, None, None, *s.gradients[1:])
         put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
-        return jax.tree.map(put, blocks, self.layout.specs["blocks"])
+        return map_named(REDUCE, put, blocks, self.layout.specs["blocks"], under="blocks")
 
     def place_shared(self, shared: Any) -> Any:
         """The same for gradients of all other weights."""
         spec = lambda s: self.layout.group_spec(s.gradients) if self.lead else s.gradients
         put = lambda g, s: jax.lax.with_sharding_constraint(g, self.layout.sharding(spec(s)))
-        return {name: jax.tree.map(put, g, self.layout.specs[name]) for name, g in shared.items()}
+        return map_named(REDUCE, put, shared, {name: self.layout.specs[name] for name in shared})
 
 
 def _microbatches(layout: Layout, count: int, batch: Any) -> Any:
@@ -85,7 +86,7 @@ def _gathered(recipe: Recipe, params: dict[str, Any]) -> dict[str, Any]:
     if recipe.pipeline.gather == "tick":
         return params
     base = layout.tree(lambda s: s.base)
-    return {name: jax.tree.map(jax.lax.with_sharding_constraint, params[name], base[name]) for name in params}
+    return map_named(GATHER, jax.lax.with_sharding_constraint, params, base)
 
 
 def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipeline:
@@ -95,6 +96,8 @@ def _pipeline(recipe: Recipe, step: jax.Array | int, weight: jax.Array) -> Pipel
     """
     model, layout, ctx = recipe.model, recipe.layout, recipe.context
     assert recipe.pipeline is not None
+    if recipe.pipeline.gather == "step":
+        layout = layout.once_gathered()
     each = model.arch.n_layers // (recipe.pipeline.schedule.stages * recipe.pipeline.schedule.chunks)
 
     def info(microbatch):

@@ -54,7 +54,9 @@ class Recipe:
 
     def loss_spec(self) -> LossSpec:
         layout = self.layout
-        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, layout.groups_of_a_sum, layout.shard)
+        table = "embedding.tokens" if self.model.arch.tie_embeddings else "head.out"
+        groups = layout.groups_of_a_sum
+        return LossSpec(self.model.arch.vocab_size, self.loss_chunk, self.z_loss, groups, layout.shard, table)
 
 
 def dropout_keys(recipe: Recipe, step: jax.Array | int, sequences: jax.Array) -> jax.Array | None:

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxshard.config import OptimConfig, TrainConfig
+from jaxshard.names import GRAD_NORM, REDUCE, map_named
 from jaxshard.parallel.precision import next_loss_scale
 from jaxshard.training.gradients import Recipe, gradients
 from jaxshard.training.state import TrainState
 from jaxshard.training.update import Change, Parts, Update
 
 
+@jax.named_scope(GRAD_NORM)
 def global_norm(tree: Any) -> jax.Array:
     """Euclidean norm over all leaves, every element counted once wherever it lies."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
@@ -47,7 +49,7 @@ def train_step(
     policy = layout.policy
     scale = state.loss_scale.scale if state.loss_scale is not None else jnp.ones((), policy.gradients)
     grads, loss, tokens = gradients(recipe, state.params, batch, state.step, scale)
-    grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, layout.optimizer)
+    grads = map_named(REDUCE, jax.lax.with_sharding_constraint, grads, layout.optimizer)
     norm = global_norm(jax.tree.map(lambda g: g / scale.astype(g.dtype), grads))
     finite = jnp.isfinite(norm)
     good = finite & (tokens > 0)

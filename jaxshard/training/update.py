@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxshard.names import OPTIMIZER, UPDATE, map_named
 from jaxshard.parallel.layout import Layout
 from jaxshard.parallel.offload import on_host, row_major, to_device, to_host
 
@@ -88,10 +89,12 @@ def choose_update(
 def advance(tx: optax.GradientTransformation, change: Change, grads: Any, old: Any, moments: Any) -> tuple[Any, Any]:
     """One update of parameters of any tree; returns (parameters, moments), both untouched unless change.good."""
     ready = lambda g: g / change.scale.astype(g.dtype) * change.factor.astype(g.dtype)
-    directions, new = tx.update(jax.tree.map(ready, grads), moments, old)
+    with jax.named_scope(OPTIMIZER):
+        directions, new = tx.update(jax.tree.map(ready, grads), moments, old)
     move = lambda p, d: (p.astype(d.dtype) - change.rate.astype(d.dtype) * d).astype(p.dtype)
     keep = lambda n, o: jnp.where(change.good, n, o)
-    return jax.tree.map(lambda p, d: keep(move(p, d), p), old, directions), jax.tree.map(keep, new, moments)
+    moved = map_named(OPTIMIZER, lambda p, d: keep(move(p, d), p), old, directions)
+    return moved, jax.tree.map(keep, new, moments)
 
 
 def _constrained(tree: Any, shardings: Any) -> Any:
@@ -100,7 +103,8 @@ def _constrained(tree: Any, shardings: Any) -> Any:
 
 def _stored(layout: Layout, updated: Any, shardings: Any) -> Any:
     """Parameters as the devices compute from them: in their type, gathered where their table says so."""
-    return _constrained(jax.tree.map(lambda p: p.astype(layout.policy.parameters), updated), shardings)
+    place = lambda p, s: jax.lax.with_sharding_constraint(p.astype(layout.policy.parameters), s)
+    return map_named(UPDATE, place, updated, shardings)
 
 
 def _whole(layout: Layout, tx: optax.GradientTransformation, grads: Any, parts: Parts, change: Change) -> Parts:
@@ -126,7 +130,8 @@ def _hosted(layout: Layout, tx, places: Any, low: Any, grads: Any, parts: Parts,
 
     grads = jax.tree.map(row_major, grads, layout.optimizer)
     params, updated, moments = run(*(to_host(tree) for tree in (grads, old, parts.moments, change)))
-    params = _constrained(to_device(params, layout.optimizer), layout.parameters)
+    there = to_device(params, layout.optimizer)
+    params = map_named(UPDATE, jax.lax.with_sharding_constraint, there, layout.parameters)
     moments = jax.tree.map(lambda x, s, is_low: x if is_low else to_device(x, s), moments, places, low)
     return Parts(params, updated if policy.masters else None, moments)
 

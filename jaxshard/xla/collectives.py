@@ -67,6 +67,8 @@ class Part:
     """Name of what makes the operand, or of the collective when that has none."""
     unpadded: str = ""
     """Its shape before it was padded for the collective; "" where it was not."""
+    dtype: str = ""
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ def _parts(scope: Scope, site: _Site, default: str) -> tuple[Part, ...]:
     names = makers if len(makers) == len(arrays) else [default] * len(arrays)
     before = site.unpadded or [""] * len(arrays)
     return tuple(
-        Part(str(array), array.bytes, name or default, unpadded)
+        Part(str(array), array.bytes, name or default, unpadded, array.dtype, array.elements)
         for array, name, unpadded in zip(arrays, names, before, strict=True)
     )
 
