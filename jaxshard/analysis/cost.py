@@ -17,6 +17,7 @@ from jaxshard.analysis.efficiency import XLA, Constants, Software
 from jaxshard.analysis.kernels import Machine, Rates, Work, block, ends
 from jaxshard.analysis.links import all_reduce, group, reduce_scatter, send
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.resolve import kv_heads_of_a_device
 
 Number = Any
 """int, float or numpy array."""
@@ -164,8 +165,8 @@ def parameters(arch: Architecture, layout: Parallelism, seq_len: Number, softwar
 def _block_parameters(arch: Architecture, layout: Parallelism) -> Number:
     """Matrix parameters of the blocks of one stage and model shard."""
     D, matrices = arch.d_model, 3 if arch.family == "llama" else 2
-    attention = D * arch.head_dim * (2 * arch.n_heads + 2 * arch.n_kv_heads)
-    return arch.n_layers / layout.stage * (attention + matrices * D * arch.d_ff) / layout.model
+    heads = 2 * arch.n_heads / layout.model + 2 * kv_heads_of_a_device(arch, layout.model)
+    return arch.n_layers / layout.stage * D * (arch.head_dim * heads + matrices * arch.d_ff / layout.model)
 
 
 def _recomputed(forward: Work, layout: Parallelism, software: Software) -> Work:
@@ -298,7 +299,7 @@ def _offloaded_activations(
 ) -> Number:
     """Seconds per microbatch by which moving matmul outputs to host memory and back outlasts the computation."""
     n, tp = layout.sequences * seq_len, layout.model
-    qkv = arch.head_dim * (arch.n_heads + 2 * arch.n_kv_heads) / tp
+    qkv = arch.head_dim * (arch.n_heads / tp + 2 * kv_heads_of_a_device(arch, tp))
     outputs = qkv + 2 * arch.d_model + (2 if arch.family == "llama" else 1) * arch.d_ff / tp
     moved = 2 * rates.width * n * outputs * arch.n_layers / layout.stage / max(rates.hw.host, 1.0)
     return np.where(np.asarray(layout.remat) == "offload", np.maximum(0.0, moved - compute), 0.0)

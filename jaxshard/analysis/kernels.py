@@ -16,6 +16,7 @@ from jaxshard.analysis.efficiency import MATRIX_UNITS, Constants, Kernels, Matri
 from jaxshard.analysis.links import Fabric, all_reduce, fabric, group
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.resolve import kv_heads_of_a_device
 from jaxshard.xla.hardware import Target
 
 Number = Any
@@ -158,7 +159,7 @@ def block(arch: Architecture, layout: Any, rates: Rates, seq_len: Number) -> tup
     heads, depth = arch.n_heads / tp, arch.head_dim
     values = heads * depth
     gated = arch.family == "llama"
-    qkv = values + 2 * np.maximum(arch.n_kv_heads / tp, 1) * depth
+    qkv = values + 2 * kv_heads_of_a_device(arch, tp) * depth
     products = [(n, D, qkv), (n, values, D), *[(n, D, F)] * (2 if gated else 1), (n, F, D)]
     wide = n * D / np.where(layout.sequence_parallel, tp, 1)
     hidden = n * F * (1.5 if gated else 1)

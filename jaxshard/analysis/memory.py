@@ -28,7 +28,6 @@ import jax.numpy as jnp
 
 from jaxshard.analysis.state_bytes import (
     StateBytes,
-    effective_zero,
     elements_per_device,
     group_gradients,
     state_bytes,
@@ -42,7 +41,14 @@ from jaxshard.models.transformer import padded_vocab
 from jaxshard.parallel.axes import ZERO_TABLES, MeshShape
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat
-from jaxshard.parallel.rules import zero_stage
+from jaxshard.parallel.resolve import (
+    attention_kernel,
+    kv_heads_of_a_device,
+    microbatches_of,
+    pipeline_schedule,
+    zero_stage,
+    zero_tables,
+)
 from jaxshard.parallel.schedule import make
 from jaxshard.training.optimizer import rowwise
 from jaxshard.training.update import table_turns
@@ -145,7 +151,7 @@ def estimate(config: Config, arch: Architecture, shape: MeshShape, platform: Pla
     batch = state.batch + state.counters
     # The gradients of both uses of the table. TPUs reduce one into shards from a copy of its own, beside the
     # inputs of all blocks.
-    scattered = platform == "tpu" and shape.data > 1 and "gradients" in ZERO_TABLES[effective_zero(config, shape)]
+    scattered = platform == "tpu" and shape.data > 1 and "gradients" in ZERO_TABLES[zero_tables(config, shape)]
     tables, kept_on = (3, local.layers * local.stream * local.width) if scattered else (2, 0)
     moments = {
         "loss": (sums, stacks + 3 * local.stream * local.width, logits, head_gradient + table),
@@ -184,9 +190,9 @@ def sizes(
     b = train.global_batch / (shape.batch_ways * config.parallel.accumulation * microbatches)
     tokens = b * T
     heads = arch.n_heads // tp
-    kv_heads = arch.n_kv_heads // tp if arch.n_kv_heads % tp == 0 else arch.n_kv_heads
+    kv_heads = int(kv_heads_of_a_device(arch, tp))
     width = jnp.dtype(policy.compute).itemsize
-    fused = platform == "gpu" and width == 2 and arch.attention != "xla"
+    fused = attention_kernel(arch, train.precision, platform) == "cudnn"
     return Local(
         tokens=tokens,
         stream=tokens * arch.d_model / (tp if config.parallel.sequence_parallel else 1),
@@ -208,12 +214,7 @@ def pipeline_slots(config: Config, shape: MeshShape) -> tuple[int, int, int, int
     """(slots of saved stage inputs, slots of received values, chunks per stage, microbatches); (0, 0, 1, 1) without."""
     if shape.stage == 1:
         return 0, 0, 1, 1
-    train = config.train
-    name = config.parallel.schedule or ("1f1b" if config.parallel.virtual_stages in (None, 1) else "interleaved")
-    chunks = config.parallel.virtual_stages or (2 if name == "interleaved" else 1)
-    sequences = train.global_batch // (shape.batch_ways * config.parallel.accumulation)
-    fits = (n for n in range(2 * shape.stage, sequences) if sequences % n == 0)
-    count = config.parallel.microbatches or next(fits, sequences)
+    (name, chunks), count = pipeline_schedule(config.parallel), microbatches_of(config, shape)
     return (*_slots(name, shape.stage, count, chunks), chunks, count)
 
 
@@ -314,13 +315,13 @@ def block_buffers(config: Config, arch: Architecture, shape: MeshShape) -> tuple
     policy = POLICIES[config.train.precision]
     several = shape.data > 1
     gathered = sum(each) * jnp.dtype(policy.compute).itemsize if several and zero_stage(config, shape) == 3 else 0.0
-    sharded = several and "gradients" in ZERO_TABLES[effective_zero(config, shape)]
+    sharded = several and "gradients" in ZERO_TABLES[zero_tables(config, shape)]
     return gathered, max(each) * jnp.dtype(policy.gradients).itemsize if sharded else 0.0
 
 
 def _relaid(config: Config, shape: MeshShape, groups: dict[str, int]) -> float:
     """Bytes of the gradients in the optimizer's layout, beside sums in another (ZeRO-1 over several microbatches)."""
-    other = effective_zero(config, shape) == 1 and shape.data > 1
+    other = zero_tables(config, shape) == 1 and shape.data > 1
     return sum(groups.values()) / shape.data if other else 0.0
 
 

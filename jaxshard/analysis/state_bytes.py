@@ -16,7 +16,8 @@ from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.axes import ZERO_TABLES, MeshShape
 from jaxshard.parallel.precision import POLICIES
-from jaxshard.parallel.rules import add_data_axis, base_axes, zero_stage
+from jaxshard.parallel.resolve import zero_stage, zero_tables
+from jaxshard.parallel.rules import add_data_axis, base_axes
 from jaxshard.training.optimizer import build, owners, state_axes
 
 BATCH_ARRAYS = 4
@@ -86,7 +87,7 @@ def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBy
     """
     policy, train = POLICIES[config.train.precision], config.train
     table = table_of(arch, config.optim, config.train.precision)
-    tables = ZERO_TABLES[effective_zero(config, shape)]
+    tables = ZERO_TABLES[zero_tables(config, shape)]
     wide = jnp.dtype(policy.gradients).itemsize
     elements = partial(elements_per_device, shape=shape)
     weights = lambda spread: sum(elements(row, spread=spread) for row in table.weights)
@@ -107,24 +108,12 @@ def state_bytes(config: Config, arch: Architecture, shape: MeshShape) -> StateBy
 
 def group_gradients(config: Config, arch: Architecture, shape: MeshShape) -> dict[str, int]:
     """Bytes of one set of gradients on one device, by group: embedding, blocks, head."""
-    spread = "gradients" in ZERO_TABLES[effective_zero(config, shape)]
+    spread = "gradients" in ZERO_TABLES[zero_tables(config, shape)]
     wide = jnp.dtype(POLICIES[config.train.precision].gradients).itemsize
     found: dict[str, int] = {"embedding": 0, "blocks": 0, "head": 0}
     for row in table_of(arch, config.optim, config.train.precision).weights:
         found[row.group] += wide * elements_per_device(row, spread=spread, shape=shape)
     return found
-
-
-def deferred(config: Config, shape: MeshShape) -> bool:
-    """Whether data groups keep gradients of their own until the end of the step (`parallel.layout.Layout`)."""
-    several = config.parallel.accumulation > 1 or shape.stage > 1
-    return zero_stage(config, shape) <= 1 and several and shape.batch_ways > 1
-
-
-def effective_zero(config: Config, shape: MeshShape) -> int:
-    """The stage whose tables hold: ZeRO-1 that sums nothing over microbatches reduces straight into its shards."""
-    zero = zero_stage(config, shape)
-    return 2 if zero == 1 and not deferred(config, shape) else zero
 
 
 @cache

@@ -23,7 +23,8 @@ from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
 from jaxshard.parallel.mesh import open_devices
-from jaxshard.parallel.rules import Replicated, zero_stage
+from jaxshard.parallel.resolve import zero_stage
+from jaxshard.parallel.rules import Replicated
 from jaxshard.planner.confirm import compile_step, tokenizer_size
 from jaxshard.training.program import Program
 from jaxshard.training.state import state_shardings

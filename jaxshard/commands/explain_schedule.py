@@ -10,7 +10,7 @@ from jaxshard.errors import InputError
 from jaxshard.models.presets import architecture
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.mesh import open_devices, parse_mesh, resolve_mesh
-from jaxshard.parallel.rules import zero_stage
+from jaxshard.parallel.resolve import zero_stage
 from jaxshard.parallel.schedule import Schedule, bubble_formula, bubble_fraction
 from jaxshard.planner.confirm import tokenizer_size
 from jaxshard.training.pipeline_plan import plan_pipeline

@@ -14,11 +14,11 @@ from jaxshard.data.tokenizer import IdTokenizer, load_tokenizer
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.parallel.mesh import open_devices
+from jaxshard.parallel.resolve import attention_kernel
 from jaxshard.planner.asking import Progress
 from jaxshard.planner.confirm import tokenizer_size
 from jaxshard.planner.planner import find
 from jaxshard.planner.prediction import is_known
-from jaxshard.training.program import attention_kernel
 from jaxshard.views.plan_report import write_report
 from jaxshard.views.plan_tables import model_name, show
 from jaxshard.xla.hardware import CHIPS, Target, parse_target
@@ -112,7 +112,7 @@ def check_options(target: Target, memory_limit: float | None, fewest: bool, repo
 
 def _runs(config: Config, arch: Architecture, target: Target) -> None:
     """Refuses what no layout can run: a kernel that the chip does not have, ids that the model does not know."""
-    attention_kernel(arch, config, target.chip.platform)
+    attention_kernel(arch, config.train.precision, target.chip.platform)
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
     except InputError:

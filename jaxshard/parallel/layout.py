@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxshard.names import GATHER, LAYOUT, REDUCE, map_named
-from jaxshard.parallel.axes import BATCH_AXES, REPLICA, SEQUENCE_RULES, MeshShape
+from jaxshard.parallel.axes import BATCH_AXES, SEQUENCE_RULES, MeshShape
 from jaxshard.parallel.precision import Policy
 from jaxshard.parallel.remat import WEIGHT_NAME
+from jaxshard.parallel.resolve import Resolved
 from jaxshard.parallel.rules import WeightSpecs, activation_spec, spec_entry, weight_specs
 
 
@@ -29,7 +30,7 @@ class Layout:
         specs: `WeightSpecs` in the shape of the parameters.
         sequence_parallel: residual stream split over `model` along the sequence.
         apart: mesh axes over which every group keeps a gradient sum of its own, reduced once at the end of the step;
-            see `axes_apart`. Over the other axes gradients are reduced as the backward pass produces them.
+            see `resolve.axes_apart`. Over the other axes gradients are reduced as the backward pass produces them.
     """
 
     mesh: Mesh
@@ -170,28 +171,9 @@ def _lift_backward(use, grads, like, cotangent):
 _lift.defvjp(_lift_forward, _lift_backward)
 
 
-def build_layout(
-    mesh: Mesh, shape: MeshShape, weights: Any, zero: int, policy: Policy, sequence_parallel: bool, parts: int
-) -> Layout:
-    """Applies the rules to a table of weights (rows with `shape` and `axes`).
-
-    `parts` is the number of pieces in which a step takes its batch: accumulation steps x microbatches."""
+def build_layout(mesh: Mesh, weights: Any, resolved: Resolved, policy: Policy, sequence_parallel: bool) -> Layout:
+    """Applies the rules to a table of weights (rows with `shape` and `axes`)."""
     row = lambda x: hasattr(x, "axes")
-    apart = axes_apart(shape, zero, parts)
-    # Without accumulation ZeRO-1 has no reason to hold a whole gradient: it is reduced straight into its shards.
-    tables = 2 if zero == 1 and not apart else zero
-    specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, tables), weights, is_leaf=row)
-    return Layout(mesh, shape, zero, policy, specs, sequence_parallel, apart)
-
-
-def axes_apart(shape: MeshShape, zero: int, parts: int) -> tuple[str, ...]:
-    """Mesh axes over which gradients are reduced once a step, where it takes its batch in `parts`.
-
-    ZeRO-0 and 1 hold whole gradients, so each data group sums its own. ZeRO-2 and 3 hold shards, and reduce into them
-    over `data` in every part; but over `replica`, the slow network, once: each replica sums shards of its own, which
-    are no larger.
-    """
-    if parts == 1:
-        return ()
-    axes = BATCH_AXES if zero <= 1 else (REPLICA,)
-    return shape.used(axes)
+    shape = resolved.shape
+    specs = jax.tree.map(lambda w: weight_specs(w.shape, w.axes, shape, resolved.tables), weights, is_leaf=row)
+    return Layout(mesh, shape, resolved.zero, policy, specs, sequence_parallel, resolved.apart)

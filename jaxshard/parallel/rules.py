@@ -22,19 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.parallel.axes import ACTIVATION_RULES, WEIGHT_RULES, ZERO_AXIS, ZERO_TABLES, MeshShape
-
-
-def zero_stage(config: Config, shape: MeshShape) -> int:
-    """The ZeRO stage of a run on a mesh: as configured, else 1 with a pipeline over several data groups, else 0.
-
-    A pipeline sums gradients of many microbatches anyway, and stage 1 reduces them once, as stage 0 does.
-    """
-    if config.zero is not None:
-        return config.zero
-    return int(shape.stage > 1 and shape.data > 1)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxshard.analysis.links import Fabric, with_measured
 from jaxshard.config import Config
 from jaxshard.models.fused_attention import band_size
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.resolve import attention_kernel
 from jaxshard.planner.search import Candidate
 from jaxshard.xla.hardware import Target
 
@@ -41,7 +42,7 @@ def predict_times(
 ) -> tuple[StepTime, np.ndarray]:
     """The parts of each layout's step time, and their sums in seconds."""
     train = config.train
-    fused = target.chip.platform == "gpu" and train.precision not in ("fp32", "fp64") and arch.attention != "xla"
+    fused = attention_kernel(arch, train.precision, target.chip.platform) == "cudnn"
     band, T = band_size(config.data.seq_len), config.data.seq_len
     banded = band / T if fused and config.data.pack and band < T else 0.0
     rows = replace(stack([_parallelism(config, c) for c in layouts]), banded=banded)

@@ -10,11 +10,12 @@ import numpy as np
 from jaxshard.analysis.arithmetic import flops_per_token
 from jaxshard.analysis.cost import StepTime
 from jaxshard.analysis.memory import Memory, estimate
-from jaxshard.analysis.state_bytes import effective_zero, elements_per_device, state_bytes, table_of
+from jaxshard.analysis.state_bytes import elements_per_device, state_bytes, table_of
 from jaxshard.config import Config
 from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.axes import MeshShape
+from jaxshard.parallel.resolve import zero_tables
 from jaxshard.planner.prediction import is_known, predict_times
 from jaxshard.planner.search import Candidate, Pins, apply, candidates, obstacle
 from jaxshard.xla.hardware import CHIPS, Target, parse_target
@@ -46,7 +47,7 @@ class Scored:
 
 def same_program(config: Config, one: Candidate, other: Candidate) -> bool:
     """Whether two candidates make the same program: ZeRO-1 and 2 do, where a step is one pass over its batch."""
-    stage = lambda c: effective_zero(apply(config, c), c.shape)
+    stage = lambda c: zero_tables(apply(config, c), c.shape)
     return replace(one, zero=0) == replace(other, zero=0) and stage(one) == stage(other)
 
 

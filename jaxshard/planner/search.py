@@ -13,6 +13,7 @@ from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.axes import MeshShape, mesh_text
 from jaxshard.parallel.mesh import divisors, parse_mesh
+from jaxshard.parallel.resolve import misfits
 from jaxshard.training.pipeline_plan import OPTIONS, plan_pipeline
 from jaxshard.training.program import check_fit
 from jaxshard.xla.hardware import GPUS_PER_HOST, Target
@@ -220,16 +221,9 @@ def _factorizations(count: int, pinned: Mapping[str, int]) -> Iterator[MeshShape
 
 
 def _refusal(config: Config, arch: Architecture, shape: MeshShape, target: Target, pins: Pins) -> str | None:
-    """Why a shape is not tried, or None; the same conditions as `training.program.check_fit`."""
-    batch = config.train.global_batch
-    if arch.n_heads % shape.model:
-        return f"model.n_heads = {arch.n_heads} does not divide by tp = {shape.model}"
-    if arch.d_ff % shape.model:
-        return f"model.d_ff = {arch.d_ff} does not divide by tp = {shape.model}"
-    if arch.n_layers % shape.stage:
-        return f"model.n_layers = {arch.n_layers} does not divide by pp = {shape.stage}"
-    if batch % shape.batch_ways:
-        return f"train.global_batch = {batch} does not divide by dp x replica = {shape.batch_ways}"
+    """Why a shape is not tried, or None."""
+    if misfit := next(misfits(config, arch, shape), None):
+        return str(misfit)
     if not pins.mesh and target.chip.platform == "gpu" and shape.model > GPUS_PER_HOST:
         return f"tp = {shape.model} reaches beyond a host of {GPUS_PER_HOST}"
     # Copies of everything pay only where they keep traffic off the network between hosts.

@@ -18,7 +18,7 @@ from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe
 from jaxshard.parallel.axes import STAGE, ZERO_AXIS, MeshShape
 from jaxshard.parallel.mesh import parse_mesh
-from jaxshard.parallel.rules import zero_stage
+from jaxshard.parallel.resolve import pipeline_schedule, sequences_of_a_part, zero_stage
 from jaxshard.training.foresight import AUTO
 from jaxshard.training.pipeline_plan import OPTIONS
 from jaxshard.training.program import weight_paths
@@ -81,13 +81,13 @@ def _is_default_zero(mesh: str | None) -> bool:
 def _misfits(config: Config, zero: int, layers: int, shape: MeshShape) -> list[str]:
     """Fields that a pipeline reads, and that do not fit this one."""
     parallel, names = config.parallel, []
-    chunks = parallel.virtual_stages or (2 if parallel.schedule == "interleaved" else 1)
+    _, chunks = pipeline_schedule(parallel)
     whole = parallel.schedule not in (None, "interleaved")
     if chunks > 1 and (whole or layers % (shape.stage * chunks)):
         names += ["schedule", "virtual_stages"]
     if zero < 3:
         names.append("pipeline_gather")
-    sequences = config.train.global_batch // (shape.batch_ways * parallel.accumulation)
+    sequences = sequences_of_a_part(config, shape)
     if parallel.microbatches and sequences % parallel.microbatches:
         names.append("microbatches")
     return names

@@ -7,6 +7,7 @@ from jaxshard.errors import InputError
 from jaxshard.models.presets import Architecture
 from jaxshard.parallel.axes import BATCH_AXES, MeshShape
 from jaxshard.parallel.mesh import divisors
+from jaxshard.parallel.resolve import microbatches_of, pipeline_schedule, sequences_of_a_part
 from jaxshard.parallel.schedule import bubble_fraction, layer_order, make
 from jaxshard.training.recipe import PipelinePlan
 
@@ -52,9 +53,8 @@ def _none(parallel: ParallelConfig) -> None:
 
 
 def _schedule(parallel: ParallelConfig) -> tuple[str, int]:
-    """Name of the schedule and chunks of layers per stage."""
-    name = parallel.schedule or ("1f1b" if parallel.virtual_stages in (None, 1) else "interleaved")
-    chunks = parallel.virtual_stages or (2 if name == "interleaved" else 1)
+    """Name of the schedule and chunks of layers per stage; refuses chunks of a schedule that has none."""
+    name, chunks = pipeline_schedule(parallel)
     if name != "interleaved" and chunks > 1:
         raise InputError(
             f"parallel.virtual_stages is {chunks}, but schedule {name} keeps the layers of a stage in one piece: use "
@@ -64,12 +64,9 @@ def _schedule(parallel: ParallelConfig) -> tuple[str, int]:
 
 
 def _microbatches(config: Config, shape: MeshShape) -> int:
-    """Number of microbatches of one accumulation part."""
+    """Number of microbatches of one accumulation part; refuses one that does not divide its sequences."""
     ways = shape.batch_ways * config.parallel.accumulation
-    sequences = config.train.global_batch // ways
-    count = config.parallel.microbatches
-    if count is None:
-        return next((n for n in divisors(sequences) if n >= 2 * shape.stage), sequences)
+    sequences, count = sequences_of_a_part(config, shape), microbatches_of(config, shape)
     if sequences % count:
         parts = " x ".join(
             filter(None, [shape.product_text(BATCH_AXES), f"accumulation {config.parallel.accumulation}"])

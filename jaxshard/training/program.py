@@ -14,13 +14,14 @@ from jaxshard.errors import InputError, nearest
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES, Context
 from jaxshard.models.presets import Architecture, architecture
 from jaxshard.models.transformer import Model, describe
-from jaxshard.parallel.axes import BATCH_AXES, MeshShape
+from jaxshard.parallel.axes import BATCH_AXES, MODEL, SHORT, MeshShape
 from jaxshard.parallel.layout import Layout, build_layout
 from jaxshard.parallel.mesh import Device, build_mesh, resolve_mesh
 from jaxshard.parallel.offload import check_host_memory
 from jaxshard.parallel.precision import POLICIES
 from jaxshard.parallel.remat import parse_remat, rematerialise
-from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, replicated, zero_stage
+from jaxshard.parallel.resolve import misfits, resolve, zero_stage
+from jaxshard.parallel.rules import Replicated, bytes_per_device, check_replicated, replicated
 from jaxshard.training.gradients import evaluate_batch
 from jaxshard.training.optimizer import build as build_optimizer
 from jaxshard.training.optimizer import learning_rate, rowwise
@@ -138,22 +139,22 @@ def _recipe(
     config: Config, arch: Architecture, shape: MeshShape, devices: Sequence[Device], mesh: jax.sharding.Mesh | None
 ) -> Recipe:
     """The model, where it lies, and how its gradients are computed."""
-    train, zero, policy = config.train, zero_stage(config, shape), POLICIES[config.train.precision]
-    pipeline = plan_pipeline(config, zero, arch, shape)
+    train, policy = config.train, POLICIES[config.train.precision]
+    resolved = resolve(config, arch, shape, devices[0].platform)
+    pipeline = plan_pipeline(config, resolved.zero, arch, shape)
     dealt = (pipeline.schedule.stages, pipeline.schedule.chunks) if pipeline else (1, 1)
     model = describe(arch, shape.stage * shape.model, dealt)
-    parts = config.parallel.accumulation * (pipeline.schedule.microbatches if pipeline else 1)
     remat = rematerialise(parse_remat(config.parallel.remat, SAVED_NAMES), DOT_NAMES)
     placed = mesh or build_mesh(shape, devices)
-    layout = build_layout(placed, shape, model.weights, zero, policy, config.parallel.sequence_parallel, parts)
+    layout = build_layout(placed, model.weights, resolved, policy, config.parallel.sequence_parallel)
     context = Context(
         dtype=policy.compute,
         shard=layout.shard,
         dropout=arch.dropout,
-        attention=attention_kernel(arch, config, devices[0].platform),
+        attention=resolved.kernel,
         packed=config.data.pack,
-        split_kv=arch.n_kv_heads % shape.model == 0,
-        mixed_kv=arch.n_kv_heads % shape.model != 0 and shape.model % arch.n_kv_heads != 0,
+        split_kv=resolved.split_kv,
+        mixed_kv=not resolved.split_kv and shape.model % arch.n_kv_heads != 0,
         vocab_parts=shape.stage * shape.model,
         groups=layout.groups_of_a_sum,
         vmapped=layout.deferred or shape.stage > 1,
@@ -210,17 +211,6 @@ def _check_names(allowed: Sequence[str], paths: Sequence[str]) -> None:
             )
 
 
-def attention_kernel(arch: Architecture, config: Config, platform: str) -> str:
-    """xla or cudnn: cudnn's kernel is for GPUs and 16-bit types."""
-    fits = platform in ("gpu", "cuda") and config.train.precision in ("bf16", "fp16", "pure-bf16")
-    if arch.attention == "cudnn" and not fits:
-        raise InputError(
-            f"model.attention cudnn needs a GPU and 16-bit precision; here are {platform} and "
-            f"{config.train.precision}: use --model.attention auto"
-        )
-    return "cudnn" if fits and arch.attention != "xla" else "xla"
-
-
 def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
     """Refuses sizes that do not divide, before anything is compiled.
 
@@ -229,10 +219,10 @@ def check_fit(config: Config, arch: Architecture, shape: MeshShape) -> None:
     Raises:
         InputError: names the size, the axis and the nearest sizes that work.
     """
-    for name, size in (("n_heads", arch.n_heads), ("d_ff", arch.d_ff)):
-        if size % shape.model:
-            fits = [n for n in range(1, shape.model + 1) if size % n == 0]
-            raise InputError(f"model.{name} = {size} does not divide by tp = {shape.model}; tp = {fits[-1]} would")
+    for misfit in misfits(config, arch, shape):
+        if misfit.axes == (MODEL,):
+            fits = [n for n in range(1, misfit.ways + 1) if misfit.size % n == 0]
+            raise InputError(f"{misfit}; {SHORT[MODEL]} = {fits[-1]} would")
     train = config.train
     ways = shape.batch_ways * config.parallel.accumulation
     if train.global_batch % ways:

@@ -14,7 +14,8 @@ from jaxshard.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from jaxshard.models.presets import Architecture
 from jaxshard.models.transformer import describe, padded_vocab
 from jaxshard.parallel.axes import MeshShape
-from jaxshard.parallel.rules import weight_specs, zero_stage
+from jaxshard.parallel.resolve import zero_stage
+from jaxshard.parallel.rules import weight_specs
 from jaxshard.training.optimizer import SMALLEST_FACTORED, is_factored, matrix_dims
 from jaxshard.training.pipeline_plan import plan_pipeline
 from jaxshard.training.program import weight_paths

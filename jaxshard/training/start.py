@@ -20,7 +20,7 @@ from jaxshard.models.presets import Architecture, architecture
 from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.mesh import Device, open_devices, resolve_mesh
 from jaxshard.parallel.offload import machine_bytes
-from jaxshard.parallel.rules import zero_stage
+from jaxshard.parallel.resolve import zero_stage
 from jaxshard.training.checkpoint import Checkpoints, describe, remove_unfinished
 from jaxshard.training.describe import size_text
 from jaxshard.training.foresight import AUTO
