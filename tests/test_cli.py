@@ -320,7 +320,7 @@ def test_the_help_speaks_of_values_and_not_of_python(capsys, monkeypatch):
         "--train.steps N ",
         "--optim.lr X ",
         "--zero 0|1|2|3 ",
-        "--resume [required|auto] ",
+        "--resume [required|auto|N] ",
         "--parallel.sequence_parallel ",
         "--data.pack [true|false] ",
         "--model.tie_embeddings [true|false]",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxshard.commands.table import cli
+from jaxshard.commands import cli
 from jaxshard.errors import InputError
 from jaxshard.parallel.distributed import join_processes, launch_arguments
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jaxshard.data.corpus import read_documents
 from jaxshard.errors import InputError
 from jaxshard.training import loop
 from jaxshard.training.program import Program
+from jaxshard.training.saved import _checksum
 from jaxshard.training.start import write_config
 
 MODEL = ["--model.family", "llama", "--model.d_model", "8", "--model.n_layers", "1", "--model.n_heads", "2"]
@@ -66,9 +68,31 @@ def copied(finished, tmp_path) -> Path:
     """A copy of the run and of its corpus, which may be changed: the run reads the copy."""
     corpus = shutil.copy(finished.with_name("corpus.jsonl"), tmp_path)
     folder = shutil.copytree(finished, tmp_path / "run")
-    for file in (folder / "config.yaml", folder / "checkpoints" / "100" / "meta" / "metadata"):
-        file.write_text(file.read_text().replace(str(finished.with_name("corpus.jsonl")), str(corpus)))
+    moved = lambda text: text.replace(str(finished.with_name("corpus.jsonl")), str(corpus))
+    file = folder / "config.yaml"
+    file.write_text(moved(file.read_text()))
+    resign(folder, moved)
     return folder
+
+
+def resign(folder: Path, change: Callable[[str], str]) -> None:
+    """Changes the JSON of checkpoint 100, and gives it the checksum of what it holds now."""
+    meta = folder / "checkpoints" / "100" / "meta" / "metadata"
+    record = json.loads(change(meta.read_text()))
+    del record["checksum"]
+    meta.write_text(json.dumps(record | {"checksum": _checksum(record)}))
+
+
+def without(*names: str) -> Callable[[str], str]:
+    """A change for `resign`: leaves out what the run recorded under these names."""
+
+    def change(text: str) -> str:
+        record = json.loads(text)
+        for name in names:
+            del record["meta"][name]
+        return json.dumps(record)
+
+    return change
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -161,18 +185,14 @@ def test_changed_data_is_gone_on_with_when_asked_for_and_told_by_eval(copied, mo
 
 
 def test_text_of_another_tokenizer_is_told(copied):
-    meta = copied / "checkpoints" / "100" / "meta" / "metadata"
     said = lambda: _other_tokenizer(load_tokenizer("bytes"), copied / "checkpoints", 100)
     assert said() == ""
-    meta.write_text(meta.read_text().replace('"tokenizer": "bytes", "seq_len"', '"tokenizer": "1234:0", "seq_len"'))
+    resign(copied, lambda text: text.replace('"tokenizer": "bytes", "seq_len"', '"tokenizer": "1234:0", "seq_len"'))
     assert "it is bytes and was 1234:0" in said()
 
 
 def test_a_checkpoint_without_a_fingerprint_goes_on_where_its_batch_was(copied, monkeypatch, capsys):
-    meta = copied / "checkpoints" / "100" / "meta" / "metadata"
-    saved = json.loads(meta.read_text())
-    del saved["meta"]["data"], saved["meta"]["config"]
-    meta.write_text(json.dumps(saved))
+    resign(copied, without("data", "config"))
     starts = []
     monkeypatch.setattr(loop, "_compile", lambda *_: None)
     monkeypatch.setattr(loop, "run_steps", lambda parts, *_: starts.append(parts.rows(100)) or reached())
@@ -312,10 +332,7 @@ def test_every_cut_of_a_configuration_is_noticed(tmp_path):
 
 def test_an_earlier_configuration_is_named_and_a_run_may_be_stated_in_full(copied, monkeypatch, capsys):
     file = copied / "config.yaml"
-    meta = copied / "checkpoints" / "100" / "meta" / "metadata"
-    record = json.loads(meta.read_text())
-    del record["meta"]["config"]
-    meta.write_text(json.dumps(record))
+    resign(copied, without("config"))
     whole = file.read_text()
     file.write_text("")
     assert "go on with --resume --config FILE" in refused(copied, capsys)

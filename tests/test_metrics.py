@@ -195,7 +195,8 @@ def test_throughput_leaves_out_the_first_update_and_pauses():
 def test_speed_is_of_targets_and_of_training_alone(monkeypatch):
     """Updates of 4 seconds with 20 targets each; beside them saves, evaluations and a profile, all slow."""
     clock, logged, shown = Clock(), [], []
-    monkeypatch.setattr(loop, "run_facts", lambda program: {})
+    for name in ("run_facts", "data_facts", "saved_values", "unpadded"):
+        monkeypatch.setattr(loop, name, lambda *_: {})
     monkeypatch.setattr(loop.jax.profiler, "start_trace", clock.takes(50))
     monkeypatch.setattr(loop.jax.profiler, "stop_trace", clock.takes(70))
     name = types.SimpleNamespace
@@ -205,7 +206,9 @@ def test_speed_is_of_targets_and_of_training_alone(monkeypatch):
         metrics=name(log=lambda step, values: logged.append(values), flush=clock.takes(9)),
         saved=name(save=clock.takes(500, True), newest=None, folder="x"),
         evaluator=clock.takes(300, {}),
-        program=name(layout=name(policy=name(scaled=False))),
+        program=name(layout=name(policy=name(scaled=False)), logical_axes=None),
+        dataset=None,
+        rows=lambda step: 0,
         skips=name(add=lambda values: None),
         flops_per_token=6.0,
         peak_flops=300.0,

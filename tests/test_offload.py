@@ -341,4 +341,4 @@ def test_programs_ask_for_host_memory(train, monkeypatch):
     build_program(config("dp=2", 0, "adamw"), jax.devices()[:2])
     assert asked == []
     build_program(config("dp=2", 0, "adamw", **train), jax.devices()[:2])
-    assert asked == [f"train.{key} {value}" for key, value in train.items()]
+    assert asked == [f"parallel.{key} {value}" for key, value in train.items()]

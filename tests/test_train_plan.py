@@ -12,7 +12,7 @@ import pytest
 
 from jaxshard.commands import cli
 from jaxshard.config import Config, DataConfig, ModelConfig, grouped
-from jaxshard.config.file import load_config
+from jaxshard.config.file import load_config, run_to_yaml, saved_values
 from jaxshard.config.options import Given
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError
@@ -103,7 +103,8 @@ def test_automatic_mesh_refuses_what_fits_nowhere(on, capsys):
 def test_a_resumed_run_keeps_its_layout_while_the_devices_are_as_many(on, tmp_path, capsys):
     on("h100:8")
     file = tmp_path / "config.yaml"
-    file.write_text("mesh: dp=2,tp=4\nzero: 3\ntrain: {global_batch: 64}\nparallel: {accumulation: 2, remat: full}\n")
+    save = lambda **options: file.write_text(run_to_yaml(saved_values(Config(**grouped(**options)))))
+    save(mesh="dp=2,tp=4", zero=3, global_batch=64, accumulation=2, remat="full")
     config, said = chosen(llama(output=str(tmp_path)), capsys, resume=True)
     assert (config.mesh, config.zero, config.parallel.accumulation, config.parallel.remat) == (
         "dp=2,tp=4",
@@ -114,7 +115,7 @@ def test_a_resumed_run_keeps_its_layout_while_the_devices_are_as_many(on, tmp_pa
     assert "the run goes on with its layout, dp=2,tp=4, ZeRO-3" in said
     config, _ = chosen(llama(output=str(tmp_path), zero=1), capsys, resume=True)
     assert (config.mesh, config.zero) == ("dp=2,tp=4", 1)
-    file.write_text("mesh: dp=4,tp=4\nzero: 3\n")
+    save(mesh="dp=4,tp=4", zero=3)
     config, said = chosen(llama(output=str(tmp_path)), capsys, resume=True)
     assert "layouts that this model allows" in said
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxshard.config import Config, ModelConfig
+from jaxshard.config.file import saved_values
 from jaxshard.console import Console
 from jaxshard.models.presets import PRESETS, Architecture, architecture
 
@@ -96,7 +97,7 @@ def summary(config: Config, arch: Architecture, found: "Description") -> dict[st
         "step": found.step,
         "parameters": arch.parameters,
         "bytes": found.bytes,
-        "config": dataclasses.asdict(config),
+        "config": saved_values(config),
         "meta": found.meta,
         "classes": sorted(classes.values(), key=lambda entry: -entry["bytes"]),
         "arrays": arrays,

@@ -177,7 +177,7 @@ def _fitting(found: Search, count: int, answers: Answers) -> list[Offer]:
     the memory. More memory therefore adds layouts to choose from and takes none away.
     """
     pool, merged = distinct(found)
-    asked = Asked(count, pool, Correction(found.target.chip.usable_bytes or math.inf))
+    asked = Asked(count, pool, Correction(found.target.chip.memory_bytes or math.inf))
     while (scored := asked.next()) is not None:
         with answers.asking(Question(found, scored, len(asked.verdicts) + 1, TRIES * count)):
             asked.take(scored, _verdict(found, scored, answers))

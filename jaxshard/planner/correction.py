@@ -22,11 +22,11 @@ class Correction:
     """Compiled times against those from shapes, by kind of layout: what is recomputed, and with or without a pipeline.
 
     Attributes:
-        usable: bytes of a device; infinite where that is not known.
+        device: bytes of its memory; infinite where that is not known.
         seen: (layout, compiled seconds over seconds from shapes), in the order in which they were compiled.
     """
 
-    usable: float
+    device: float
     seen: list[tuple[Scored, float]] = field(default_factory=list)
 
     def add(self, scored: Scored, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Correction:
     def _tells(self, other: Scored, scored: Scored) -> bool:
         """Whether a compiled layout says something about one of its kind: near the edge of the memory XLA computes
         again what it cannot keep and hides fewer collectives, which a smaller layout is spared."""
-        return other.memory.total <= max(EDGE * self.usable, scored.memory.total)
+        return other.memory.total <= max(EDGE * self.device, scored.memory.total)
 
 
 def _kind(scored: Scored) -> tuple[str, bool]:

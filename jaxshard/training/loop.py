@@ -146,7 +146,7 @@ def run(
         if finished and not _lacks_evaluation(parts, start):
             console.line(_finished(parts, start))
             return {"step": start, "output": str(folder)}
-        if not finished:
+        if not finished or isinstance(resume, int):  # options of a run that has ended are not used
             write_config(config, folder, start)
         step = start
         if not finished and not request:
