@@ -32,6 +32,7 @@ from jaxshard.analysis.ledger import rows
 from jaxshard.analysis.reasons import Subject, reason
 from jaxshard.analysis.shrink_advice import large_buffers
 from jaxshard.config import DataConfig
+from jaxshard.parallel.axes import MeshShape
 from jaxshard.parallel.layout import Layout
 from jaxshard.training import gradients, step
 from jaxshard.xla.buffers import BufferReport, Temporary
@@ -133,7 +134,7 @@ def test_what_shrinks_a_buffer_is_not_what_is_set_already():
     assert one[0].startswith("one activation") and pairs[0] == "attention weights of every pair of positions"
     assert said("f32[7,7]", saved="full")[1] == "more --parallel.accumulation"
     assert said("f32[7,7]", batch=1)[1] == "shorter sequences, or tp higher, or --parallel.remat full"
-    alone = replace(facts.mesh, data=1)
+    alone = MeshShape()
     assert said("f32[128,384]", "transpose()/dot", mesh=alone)[1] == "dp or tp higher"
 
 

@@ -7,14 +7,16 @@ are split. Sizes: p, g and a are the bytes of a parameter, gradient and activati
 |---------------------------------|----------------------------------------|-----------------------------------------|
 | parameters != base              | gather of p, over what is added        | before each use, forward and backward   |
 | optimizer != parameters         | gather of p                            | once, after the update                  |
-| gradients or optimizer != base  | reduce-scatter of g, parts over replica| each time it is made, or once, deferred |
-| neither                         | all-reduce of g over replica and data  | the same                                |
+| gradients or optimizer != base  | reduce-scatter of g over data          | each time it is made, or once a step    |
+|                                 | all-reduce of the parts over replica   | once a step                             |
+| neither                         | all-reduce of g over replica and data  | as these two                            |
 """
 
 from collections.abc import Iterable, Iterator
 
 from jaxshard.analysis.expected import Expected, Passes, activations, passes
 from jaxshard.analysis.facts import Facts, WeightFact
+from jaxshard.parallel.axes import BATCH_AXES, ZERO_AXIS
 
 _TABLE = "embedding.tokens"
 
@@ -40,7 +42,7 @@ def _added(rows: Iterable[Expected]) -> list[Expected]:
 
 
 def _of_weight(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
-    data, what = facts.used("data"), "norms and biases" if weight.vector else "parameters"
+    data, what = facts.used(ZERO_AXIS), "norms and biases" if weight.vector else "parameters"
     size = facts.parameter_bytes * weight.total
     if weight.stored_spread and facts.gathered_once:
         yield Expected("gather", "all-gather", data, size, 1, f"{what}, once", optional=weight.vector)
@@ -54,7 +56,7 @@ def _of_weight(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expec
 
 def _gathers(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
     """ZeRO-3: before each use, in every accumulation part."""
-    data, parts, size = facts.used("data"), facts.accumulation, facts.parameter_bytes * weight.elements
+    data, parts, size = facts.used(ZERO_AXIS), facts.accumulation, facts.parameter_bytes * weight.elements
     row = lambda text, count, optional=False, once=None, again=False: Expected(
         "gather", "all-gather", data, size, count * parts, text, once, optional, again
     )
@@ -75,15 +77,27 @@ def _gathers(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expecte
 
 
 def _reductions(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
-    """Its gradient over replica and data: as often as it is made, or once where that is deferred."""
-    g, both, calls = facts.gradient_bytes, facts.used("replica", "data"), 1 if facts.deferred else facts.accumulation
-    whole = g * weight.total
-    made = whole if facts.deferred else g * weight.elements * runs.backward_of(weight)
-    if weight.path == _TABLE and facts.tied and not facts.deferred:
-        made += g * weight.elements * runs.loss  # once more, as head
-    if not weight.spread:
-        yield Expected("gradient", "all-reduce", both, made, calls, "gradients", once=whole)
+    """Its gradient over the batch axes: as often as it is made, or once a step over those whose sums are kept apart.
+
+    One that stays whole is summed at once over the axes that are reduced at the same time.
+    """
+    again = runs.loss if weight.path == _TABLE and facts.tied else 0  # the tied table's, once more as head
+    whole = facts.gradient_bytes * weight.total
+
+    def row(kind: str, axes: tuple[str, ...], text: str, ways: int = 1, may_move: bool = True) -> Iterator[Expected]:
+        if not axes:
+            return
+        made, calls = whole, 1
+        if axes[-1] not in facts.apart:
+            made = facts.gradient_bytes * weight.elements * (runs.backward_of(weight) + again)
+            calls = facts.accumulation
+        yield Expected("gradient", kind, axes, made // ways, calls, text, once=whole // ways if may_move else None)
+
+    if weight.spread:
+        yield from row("reduce-scatter", facts.used(ZERO_AXIS), "gradients", may_move=False)
+        others = tuple(axis for axis in BATCH_AXES if axis != ZERO_AXIS)
+        yield from row("all-reduce", facts.used(*others), "gradient shards across replicas", facts.sizes[ZERO_AXIS])
         return
-    yield Expected("gradient", "reduce-scatter", facts.used("data"), made, calls, "gradients")
-    ways, text = facts.mesh.data, "gradient shards across replicas"
-    yield Expected("gradient", "all-reduce", facts.used("replica"), made // ways, calls, text, once=whole // ways)
+    inner = tuple(axis for axis in facts.used(*BATCH_AXES) if axis not in facts.apart)
+    yield from row("all-reduce", inner, "gradients")
+    yield from row("all-reduce", facts.apart, "gradients")
