@@ -145,7 +145,7 @@ class _Result:
         """A group in the form that was asked for."""
         forms = {self.platform, f"{self.platform}-{self.facts.compute}"}
         for one in table:
-            if not forms.isdisjoint(one.platforms.split()) and group.rows:
+            if not forms.isdisjoint(one.platforms) and group.rows:
                 changed = one.apply(group)
                 if changed is not None:
                     self.rewrites[f"{FAMILIES[group.family]}: {one.text}"] = None

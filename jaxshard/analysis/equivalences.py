@@ -49,8 +49,8 @@ class Equivalence:
     """One form in place of another."""
 
     text: str
-    platforms: str
-    """Words: cpu, gpu, tpu, or tpu-f16: with fp16 activations only."""
+    platforms: tuple[str, ...]
+    """cpu, gpu, tpu, or tpu-f16: with fp16 activations only."""
     apply: Callable[[Group], Sequence[Row] | None]
     """The rows as they were asked for, or None where this is not met."""
 
@@ -136,22 +136,28 @@ def _other_kind(group: Group, row: Row) -> Row | None:
 
 EQUIVALENCES = (
     Equivalence(
-        "16-bit arrays travel as f32, twice the bytes: the compiler computes in f32", "cpu tpu-f16", _each(_widened)
+        "16-bit arrays travel as f32, twice the bytes: the compiler computes in f32",
+        ("cpu", "tpu-f16"),
+        _each(_widened),
     ),
     Equivalence(
-        "fp32 arrays travel as bf16, half the bytes: a TPU's products round them to it", "tpu", _each(_rounded)
+        "fp32 arrays travel as bf16, half the bytes: a TPU's products round them to it", ("tpu",), _each(_rounded)
     ),
-    Equivalence("short vectors are brought together before they are narrowed", "tpu", _each(_before_narrowing)),
-    Equivalence("parts padded to whole tiles, and shifted back", "tpu", _padded),
-    Equivalence("one sum for each product that reads the input, instead of one of them together", "cpu", _each_product),
-    Equivalence("a collective matmul, in permutes beside the product", "tpu", _in_steps),
-    Equivalence("padded", "tpu", _nearly),
+    Equivalence("short vectors are brought together before they are narrowed", ("tpu",), _each(_before_narrowing)),
+    Equivalence("parts padded to whole tiles, and shifted back", ("tpu",), _padded),
     Equivalence(
-        "all-reduce of which every device keeps a part, for reduce-scatter", "cpu tpu", _sum_for("reduce-scatter")
+        "one sum for each product that reads the input, instead of one of them together", ("cpu",), _each_product
+    ),
+    Equivalence("a collective matmul, in permutes beside the product", ("tpu",), _in_steps),
+    Equivalence("padded", ("tpu",), _nearly),
+    Equivalence(
+        "all-reduce of which every device keeps a part, for reduce-scatter", ("cpu", "tpu"), _sum_for("reduce-scatter")
     ),
     Equivalence(
-        "short vectors by an all-reduce of parts among zeros, for all-gather", "cpu gpu tpu", _sum_for("all-gather")
+        "short vectors by an all-reduce of parts among zeros, for all-gather",
+        ("cpu", "gpu", "tpu"),
+        _sum_for("all-gather"),
     ),
-    Equivalence("another kind of collective that moves the same", "cpu gpu tpu", _each(_other_kind)),
+    Equivalence("another kind of collective that moves the same", ("cpu", "gpu", "tpu"), _each(_other_kind)),
 )
 """What compilers write in place of what was asked for, in the order in which it is undone."""

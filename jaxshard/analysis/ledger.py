@@ -161,6 +161,8 @@ def _reason(
         purpose = "stage"  # the second half of a sum over both
     if part.elements <= SCALARS and (purpose in ("", "optimizer") or not axes <= _may(purpose)):
         purpose = "bookkeeping"
+    if purpose == "bookkeeping" and part.elements > SCALARS:
+        purpose = ""  # a norm or a metric is a number; this is what it is made from
     words = " and ".join(SHORT[axis] for axis in found.axes)
     where = ", ".join(word for word in (name.scope or name.path, name.operation, name.phase) if word)
     whole = "loss" if name.scope == "loss" else "embedding"

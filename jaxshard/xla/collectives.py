@@ -61,12 +61,11 @@ class Overlap:
 class Part:
     """One array of a collective; combined collectives have several."""
 
-    shape: str
+    dtype: str
+    elements: int
     bytes: int
     unpadded: str = ""
     """Its shape before it was padded for the collective; "" where it was not."""
-    dtype: str = ""
-    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -328,8 +327,7 @@ def _parts(site: _Site) -> tuple[Part, ...]:
     arrays = list(leaves(site.shape))
     before = site.unpadded or [""] * len(arrays)
     return tuple(
-        Part(str(array), array.bytes, unpadded, array.dtype, array.elements)
-        for array, unpadded in zip(arrays, before, strict=True)
+        Part(array.dtype, array.elements, array.bytes, unpadded) for array, unpadded in zip(arrays, before, strict=True)
     )
 
 
