@@ -2,9 +2,6 @@
 
 import pytest
 
-from jaxshard.analysis.compare import Check
-from jaxshard.analysis.equivalences import compare
-from jaxshard.analysis.named_rows import named_rows
 from jaxshard.commands.explain import Explanation, explain_program
 from jaxshard.config import Config, DataConfig, ModelConfig, OptimConfig, grouped
 from jaxshard.parallel.mesh import resolve_mesh
@@ -145,11 +142,7 @@ def program_for(case: Config, target: str) -> Program:
 
 
 def ledger(program: Program, target: str) -> Explanation:
-    return both(program, target)[0]
-
-
-def both(program: Program, target: str) -> tuple[Explanation, Check]:
-    """What is explained, and what the names in the same program say of its traffic."""
+    """What is explained of a program, compiled quickly."""
     hardware = parse_target(target)
     options = None if hardware.chip.platform == "tpu" else QUICK
     batch, low = program.abstract_batch(), (program.offloaded, False)
@@ -157,29 +150,13 @@ def both(program: Program, target: str) -> tuple[Explanation, Check]:
         hardware, program.step, program.abstract, batch, host=(low, low), buffers=False, options=options
     )
     assert isinstance(compiled, Compiled)
-    found = explain_program(program, compiled)
-    assert found.facts is not None
-    rows = named_rows(compiled.module, found.facts.sizes, found.facts)
-    return found, compare(rows, found.facts, hardware.chip.platform)
-
-
-def by_axes(wanted) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Bytes of all calls, by purpose and axes."""
-    sums: dict[tuple[str, tuple[str, ...]], int] = {}
-    for row in wanted:
-        family = "gradient" if row.family == "vector" else row.family  # told from others by name now
-        sums[family, row.axes] = sums.get((family, row.axes), 0) + row.total
-    return sums
+    return explain_program(program, compiled)
 
 
 def agreeing(case: Config, target: str) -> Explanation:
     """The ledger of a layout, after checking that what is found is what is expected."""
-    found, named = both(program_for(case, target), target)
+    found = ledger(program_for(case, target), target)
     assert found.check is not None
-    assert (named.missing, named.unexpected, named.undone) == ((), (), ())
-    before, now = (by_axes(check.expected) for check in (found.check, named))
-    assert before == now
-    assert found.check.missing == ()
-    assert found.check.unexpected == ()
+    assert (found.check.missing, found.check.unexpected, found.check.undone) == ((), (), ())
     assert found.warnings == ()
     return found

@@ -230,9 +230,8 @@ def test_the_run_that_is_named_is_explained(tmp_path, monkeypatch, capsys):
 
 
 def test_long_lists_of_weights_are_cut_in_a_pipe(command, small, capsys):
-    names = (
-        "blocks.attention.key or blocks.attention.value, blocks.mlp.down or blocks.mlp.gate or blocks.mlp.up and 2 more"
-    )
+    paths = ("attention.key", "attention.value", "mlp.down", "mlp.gate", "mlp.up", "norm1.scale", "norm2.scale")
+    names = tuple(f"blocks.{path}" for path in paths)
     assert command("explain", replace(small, rows=tuple(replace(row, parameters=names) for row in small.rows))) == 0
     said = capsys.readouterr().out
     assert "blocks.attention.key, blocks.attention.value … and 5 more (" in said and "mlp.gate" not in said

@@ -1,20 +1,21 @@
-"""The traffic that a training step must have, in closed form: from the model, the rules and the configuration.
+"""The traffic that a training step must have, in closed form: bytes over each axis for each purpose, from the layout.
 
-Nothing here looks at a compiled program. Psi is the number of parameters on one device in use (split over `model` and
-`stage`, whole over `data`); g, p and a are the bytes of a gradient, parameter and activation; S = a B T D is one
-residual stream. Bytes are those of the full logical result of a call on one device, as in the ledger.
+Nothing here looks at a compiled program. Weights are gone through one by one: where a weight's specs differ, an array
+travels. p, g and a are the bytes of a parameter, gradient and activation; S = a B T D is one residual stream. Bytes are
+those of the full logical result of a call on one device, as in the ledger.
 
-| --zero | over data                                                     | bytes           |
-|--------|---------------------------------------------------------------|-----------------|
-| 0      | all-reduce of gradients                                       | g Psi           |
-| 1, 2   | reduce-scatter of gradients, all-gather of updated parameters | g Psi + p Psi   |
-| 3      | all-gather forward and again backward, reduce-scatter         | 2 p Psi + g Psi |
+| a weight's specs                | travels                                | when                                    |
+|---------------------------------|----------------------------------------|-----------------------------------------|
+| parameters != base              | gather of p, over what is added        | before each use, forward and backward   |
+| optimizer != parameters         | gather of p                            | once, after the update                  |
+| gradients or optimizer != base  | reduce-scatter of g over data          | each time it is made, or once a step    |
+|                                 | all-reduce of the parts over replica   | once a step                             |
+| neither                         | all-reduce of g over replica and data  | as these two                            |
 
-An all-reduce sends twice what the other two send, so that stages 0 to 2 send alike and stage 3 half as much again
-(ZeRO, Rajbhandari et al. 2020, section 7). ZeRO-2 and 3 reduce in every accumulation part, 0 and 1 once. With `replica`
-the scattered parts are all-reduced over it, once a step on every stage. Tensor parallelism: 2 all-reduces of S a layer
-forward and 2 backward (Megatron, Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence
-parallelism (Korthikanti et al. 2022).
+An all-reduce sends twice what the other two send, so that stages 0 to 2 of ZeRO send alike and stage 3 half as much
+again (ZeRO, Rajbhandari et al. 2020, section 7). Stages 2 and 3 reduce in every accumulation part, 0 and 1 once; over
+`replica` every stage once a step. Tensor parallelism: 2 all-reduces of S a layer forward and 2 backward (Megatron,
+Shoeybi et al. 2019), each a reduce-scatter and an all-gather with sequence parallelism (Korthikanti et al. 2022).
 
 In a pipeline S is one microbatch, and the schedule's table says how often everything runs. All stages compute in every
 tick, idle ones in vain, so that ticks count and not microbatches: F forward halves, each a pass of the stage's chunk, B
@@ -23,13 +24,15 @@ embedding's gradient. Over `stage` go F + B permutes of S, and sums that tell al
 output for the loss, the first input gradient for the embedding, both of whose vocabulary lies over `stage` and `model`.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxshard.analysis.facts import Facts, WeightFact
 from jaxshard.analysis.reasons import FAMILIES
+from jaxshard.parallel.axes import BATCH_AXES, MODEL, STAGE, VOCAB_AXES, ZERO_AXIS
 from jaxshard.parallel.schedule import Phase, Schedule
+
+_TABLE = "embedding.tokens"
 
 
 @dataclass(frozen=True)
@@ -116,18 +119,18 @@ def passes(facts: Facts) -> Passes:
 
 
 def expected(facts: Facts) -> list[Expected]:
-    """The expected traffic of one training step; rows of one family and axes add up."""
+    """All that a training step must and may send; gradients of `bounded` weights apart, see `vector_bounds`."""
     runs = passes(facts)
-    found = [*_gradients(facts, runs), *_updates(facts), *_gathers(facts, runs), *activations(facts, runs)]
-    return [row for row in found if row.axes and row.total]
+    found = [row for weight in facts.weights for row in _of_weight(facts, runs, weight)]
+    return [row for row in _added([*found, *_activations(facts, runs)]) if row.axes and row.total]
 
 
-def activations(facts: Facts, runs: Passes) -> list[Expected]:
+def _activations(facts: Facts, runs: Passes) -> list[Expected]:
     """The part of it that is no weight and no gradient of one."""
     found: list[Expected] = []
-    if facts.used("stage", "model"):
+    if facts.used(*VOCAB_AXES):
         found += _vocabulary(facts, runs)
-    if facts.used("model"):
+    if facts.used(MODEL):
         found += _layers(facts, runs)
     if facts.schedule is not None:
         found += _stages(facts, facts.schedule, runs)
@@ -158,107 +161,93 @@ def open_families(facts: Facts) -> dict[str, str]:
     return {}
 
 
-def _sum(weights: list[WeightFact]) -> int:
-    return sum(weight.total for weight in weights)
+def _added(rows: Iterable[Expected]) -> list[Expected]:
+    """Rows that differ in bytes alone, as one."""
+    sums: dict[tuple, list[int]] = {}
+    for row in rows:
+        key = (row.family, row.kind, row.axes, row.count, row.text, row.optional, row.again, row.instead)
+        total = sums.setdefault(key, [0, 0])
+        total[0], total[1] = total[0] + row.bytes, total[1] + (row.total if row.once is None else row.once)
+    return [
+        Expected(family, kind, axes, size, count, text, None if once == size * count else once, *rest)
+        for (family, kind, axes, count, text, *rest), (size, once) in sums.items()
+    ]
 
 
-def _made(facts: Facts, runs: Passes, weights: list[WeightFact], axis: str) -> tuple[int, int]:
-    """Gradients that are reduced over an axis: (elements in one part, or in the step where it is deferred; times)."""
-    if axis in facts.apart:
-        return _sum(weights), 1
-    return sum(w.elements * runs.backward_of(w) for w in weights), facts.accumulation
+def _of_weight(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
+    data, what = facts.used(ZERO_AXIS), "norms and biases" if weight.vector else "parameters"
+    size = facts.parameter_bytes * weight.total
+    if weight.stored_spread and facts.gathered_once:
+        yield Expected("gather", "all-gather", data, size, 1, f"{what}, once", optional=weight.vector)
+    elif weight.stored_spread:
+        yield from _gathers(facts, runs, weight)
+    elif weight.spread:
+        yield Expected("update", "all-gather", data, size, 1, what, optional=weight.vector)
+    if not weight.bounded:
+        yield from _reductions(facts, runs, weight)
 
 
-def _gradients(facts: Facts, runs: Passes) -> Iterator[Expected]:
-    """Those of `vector_bounds` apart: where their sums go first is the compiler's choice. What looks like one of them
-    is counted with them."""
-    closed = [weight for weight in facts.weights if not weight.bounded]
-    yield from _reductions(facts, runs, "gradient", [w for w in closed if w.path not in facts.alike])
-    yield from _reductions(facts, runs, "vector", [w for w in closed if w.path in facts.alike])
-
-
-def _reductions(facts: Facts, runs: Passes, family: str, weights: list[WeightFact]) -> Iterator[Expected]:
-    """Gradients of these weights over replica and data."""
-    g, both = facts.gradient_bytes, facts.used("replica", "data")
-    if not both:
-        return
-    made = lambda weights, axis: _made(facts, runs, weights, axis)
-    spread, whole = ([w for w in weights if w.spread is is_spread] for is_spread in (True, False))
-    # Those that stay whole: at once over the axes that are reduced at the same time.
-    inner = tuple(axis for axis in both if axis not in facts.apart)
-    for axes in (inner, facts.apart):
-        elements, calls = made(whole, axes[-1]) if axes else (0, 0)
-        yield Expected(family, "all-reduce", axes, g * elements, calls, "gradients", once=g * _sum(whole))
-    elements, calls = made(spread, "data")
-    yield Expected(family, "reduce-scatter", facts.used("data"), g * elements, calls, "gradients")
-    table = [w for w in weights if w.path == "embedding.tokens" and facts.tied and not facts.deferred]
-    kind, axes = ("reduce-scatter", facts.used("data")) if table and table[0].spread else ("all-reduce", inner)
-    again = g * runs.loss * _sum(table)
-    yield Expected(family, kind, axes, again, facts.accumulation, "the tied table's gradient once more, as head")
-    if facts.used("replica"):
-        elements, calls = made(spread, "replica")
-        twice = [w for w in table if w.spread and "replica" not in facts.apart]
-        parts = (g * elements + again * bool(twice)) // facts.mesh.data
-        once = g * _sum([*spread, *twice]) // facts.mesh.data
-        text = "gradient shards across replicas"
-        yield Expected(family, "all-reduce", facts.used("replica"), parts, calls, text, once=once)
-
-
-def _updates(facts: Facts) -> Iterator[Expected]:
-    """ZeRO-1 and 2: parameters whose state is split but which are stored whole."""
-    p, data = facts.parameter_bytes, facts.used("data")
-    moved = [w for w in facts.weights if w.spread and not w.stored_spread]
-    matrices, vectors = ([w for w in moved if w.vector is vector] for vector in (False, True))
-    yield Expected("update", "all-gather", data, p * _sum(matrices), 1, "parameters")
-    yield Expected("update", "all-gather", data, p * _sum(vectors), 1, "norms and biases", optional=True)
-
-
-def _gathers(facts: Facts, runs: Passes) -> Iterator[Expected]:
-    """ZeRO-3: each weight before each use, in every accumulation part; or all once a step, in a pipeline that can."""
-    p, data, parts = facts.parameter_bytes, facts.used("data"), facts.accumulation
-    stored = [w for w in facts.weights if w.stored_spread]
-    if facts.gathered_once:
-        matrices, vectors = ([w for w in stored if w.vector is vector] for vector in (False, True))
-        yield Expected("gather", "all-gather", data, p * _sum(matrices), 1, "all, once")
-        yield Expected("gather", "all-gather", data, p * _sum(vectors), 1, "norms and biases, once", optional=True)
-        return
-    blocks = [w for w in stored if w.group == "blocks"]
-    matrices, vectors = ([w for w in blocks if w.vector is vector] for vector in (False, True))
-    each = lambda weights: p * sum(w.elements for w in weights)
-    forward, backward, idle = runs.forwards * parts, runs.backward * parts, runs.idle * parts
-    yield Expected(
-        "gather", "all-gather", data, each(matrices), forward - idle, "layers, forward", optional=runs.single
+def _gathers(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
+    """ZeRO-3: before each use, in every accumulation part."""
+    data, parts, size = facts.used(ZERO_AXIS), facts.accumulation, facts.parameter_bytes * weight.elements
+    row = lambda text, count, optional=False, once=None, again=False: Expected(
+        "gather", "all-gather", data, size, count * parts, text, once, optional, again
     )
-    yield Expected("gather", "all-gather", data, each(matrices), idle, "layers, in vain", optional=True)
-    yield Expected("gather", "all-gather", data, each(matrices), backward, "layers, backward", again=True)
-    yield Expected("gather", "all-gather", data, each(vectors), forward, "norms and biases, forward", optional=True)
-    # Norm scales and biases are needed again only where what they make is computed again.
-    scales = [w for w in vectors if w.role == "norm" and facts.saved != "none"]
-    yield Expected("gather", "all-gather", data, each(scales), backward, "norms, backward", optional=True)
-    biases = [w for w in vectors if w.role == "bias"]
-    if facts.saved != "none":
-        yield Expected("gather", "all-gather", data, each(biases), backward, "biases, backward", optional=True)
-    group = lambda name: [w for w in stored if w.group == name]
-    for name, calls in (("embedding", runs.embed * parts), ("head", runs.loss * parts)):
-        yield Expected("gather", "all-gather", data, each(group(name)), calls, name, once=each(group(name)))
-    if facts.tied:
-        table = [w for w in stored if w.path == "embedding.tokens"]
-        text = "embedding again, as head"
-        yield Expected("gather", "all-gather", data, each(table), runs.loss * parts, text, optional=True)
+    if weight.group != "blocks":
+        calls = runs.embed if weight.group == "embedding" else runs.loss
+        yield row(weight.group, calls, once=size)  # it stays the same within a step
+        if facts.tied and weight.path == _TABLE:
+            yield row("embedding again, as head", runs.loss, optional=True)
+        return
+    if weight.vector:
+        yield row("norms and biases, forward", runs.forwards, optional=True)
+        if facts.saved != "none":  # needed again only where what they make is computed again
+            yield row("norms and biases, backward", runs.backward, optional=True)
+        return
+    yield row("layers, forward", runs.forwards - runs.idle, optional=runs.single)
+    yield row("layers, in vain", runs.idle, optional=True)
+    yield row("layers, backward", runs.backward, again=True)
+
+
+def _reductions(facts: Facts, runs: Passes, weight: WeightFact) -> Iterator[Expected]:
+    """Its gradient over the batch axes: as often as it is made, or once a step over those whose sums are kept apart.
+
+    One that stays whole is summed at once over the axes that are reduced at the same time.
+    """
+    again = runs.loss if weight.path == _TABLE and facts.tied else 0  # the tied table's, once more as head
+    whole = facts.gradient_bytes * weight.total
+
+    def row(kind: str, axes: tuple[str, ...], text: str, ways: int = 1, may_move: bool = True) -> Iterator[Expected]:
+        if not axes:
+            return
+        made, calls = whole, 1
+        if axes[-1] not in facts.apart:
+            made = facts.gradient_bytes * weight.elements * (runs.backward_of(weight) + again)
+            calls = facts.accumulation
+        yield Expected("gradient", kind, axes, made // ways, calls, text, once=whole // ways if may_move else None)
+
+    if weight.spread:
+        yield from row("reduce-scatter", facts.used(ZERO_AXIS), "gradients", may_move=False)
+        others = tuple(axis for axis in BATCH_AXES if axis != ZERO_AXIS)
+        yield from row("all-reduce", facts.used(*others), "gradient shards across replicas", facts.sizes[ZERO_AXIS])
+        return
+    inner = tuple(axis for axis in facts.used(*BATCH_AXES) if axis not in facts.apart)
+    yield from row("all-reduce", inner, "gradients")
+    yield from row("all-reduce", facts.apart, "gradients")
 
 
 def _vocabulary(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Embedding and loss, whose vocabulary is split over stage and model."""
-    axes, parts, sp = facts.used("stage", "model"), facts.accumulation, facts.sequence_parallel
+    axes, parts, sp = facts.used(*VOCAB_AXES), facts.accumulation, facts.sequence_parallel
     stream, calls, text = facts.stream * facts.activation_bytes, runs.embed * parts, "rows of the embedding"
-    kind = "reduce-scatter" if sp and axes == ("model",) else "all-reduce"
+    kind = "reduce-scatter" if sp and axes == (MODEL,) else "all-reduce"
     instead: tuple[Expected, ...] = ()
-    if sp and axes == ("stage", "model"):
+    if sp and axes == (STAGE, MODEL):
         # Summed over both, split over model alone: no one collective does that. Whole at once, or in two, of which the
         # second sums the parts that the first leaves.
-        scatter = Expected("embedding", "reduce-scatter", ("model",), stream, calls, f"{text}, first over model")
+        scatter = Expected("embedding", "reduce-scatter", (MODEL,), stream, calls, f"{text}, first over model")
         part = stream // facts.mesh.model
-        instead = (scatter, Expected("stage", "all-reduce", ("stage",), part, calls, f"{text}, then over stages"))
+        instead = (scatter, Expected("stage", "all-reduce", (STAGE,), part, calls, f"{text}, then over stages"))
     yield Expected("embedding", kind, axes, stream, calls, text, instead=instead)
     chunk = facts.batch * facts.loss_positions // facts.loss_chunks
     calls = facts.loss_chunks * runs.loss * parts
@@ -270,7 +259,7 @@ def _vocabulary(facts: Facts, runs: Passes) -> Iterator[Expected]:
 
 def _layers(facts: Facts, runs: Passes) -> Iterator[Expected]:
     """Attention and MLP, whose heads and hidden width are split over model."""
-    axes, sp, parts = facts.used("model"), facts.sequence_parallel, facts.accumulation
+    axes, sp, parts = facts.used(MODEL), facts.sequence_parallel, facts.accumulation
     stream = facts.stream * facts.activation_bytes
     forward, backward = runs.forwards * parts, runs.backward * parts
     kind = "reduce-scatter" if sp else "all-reduce"
@@ -309,7 +298,7 @@ def _unread_inputs(facts: Facts, runs: Passes) -> int:
 
 def _stages(facts: Facts, schedule: Schedule, runs: Passes) -> Iterator[Expected]:
     """What stages send on, and values of one stage that all devices need for embedding and loss."""
-    axes, parts = facts.used("stage"), facts.accumulation
+    axes, parts = facts.used(STAGE), facts.accumulation
     split = facts.mesh.model if facts.sequence_parallel else 1
     stream = facts.stream * facts.activation_bytes // split
     for name, way in (("forward", "to the next stage"), ("backward", "to the stage before")):
@@ -334,7 +323,7 @@ def _shared_heads(facts: Facts, calls: int) -> Iterator[Expected]:
     """kv heads that every device of the model axis holds: the gradients of keys and values are brought together."""
     if facts.split_kv:
         return
-    axes, a = facts.used("model"), facts.activation_bytes
+    axes, a = facts.used(MODEL), facts.activation_bytes
     head = facts.batch * facts.length * facts.head_dim * a
     heads, ways = facts.kv_heads, facts.mesh.model
     if ways % heads == 0:
@@ -352,14 +341,15 @@ def vector_bounds(facts: Facts) -> tuple[int, int]:
     other axes, which all hold them, may each sum a part and send it to where it belongs.
     """
     g, runs, parts = facts.gradient_bytes, passes(facts), facts.accumulation
-    batch = facts.used("replica", "data")
     vectors = [w for w in facts.weights if w.bounded]
     norms = [w for w in vectors if w.role == "norm" and facts.sequence_parallel]
     tables = [w for w in vectors if w.whole and facts.sequence_parallel]
-    every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights)
+    all_of = lambda weights: sum(w.total for w in weights)
+    every = lambda weights: sum(w.elements * runs.backward_of(w) for w in weights) * parts
+    batch = facts.used(*BATCH_AXES)
     # Over the batch axes once where sums are kept apart; over model, with sequence parallelism, in every part.
-    each = sum(math.prod(_made(facts, runs, vectors, axis)) for axis in batch)
+    each = sum(all_of(vectors) if axis in facts.apart else every(vectors) for axis in batch)
     # Short vectors may be gathered after an update by a sum, which looks like their gradient's.
-    updates = g * _sum([w for w in vectors if w.spread])
-    most = g * each + g * every(norms + tables) * parts + updates
-    return g * max(_sum(vectors) * bool(batch), _sum(norms)), most
+    updates = all_of(w for w in vectors if w.spread)
+    most = g * (each + every(norms + tables) + updates)
+    return g * max(all_of(vectors) * bool(batch), all_of(norms)), most

@@ -1,5 +1,6 @@
 """What is known of one compiled function, as plain values that every view reads."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,9 +104,15 @@ def _row(row: Row) -> dict[str, Any]:
         "exact": row.exact,
         "reason": row.reason,
         "source": row.source,
-        "parameters": row.parameters,
+        "parameters": listed(row.parameters),
         "async": row.is_async,
         "overlap": row.overlap,
         "dtype": row.dtype,
         "note": row.note,
     }
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """ "a, b, c and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,7 +1,6 @@
 """What is known of a training step before it is compiled: sizes, types and the rules' decisions, as plain numbers.
 
-The expected traffic is computed from these, and weights are recognised in compiled programs by their shapes; nothing
-here looks at a compiled program.
+The expected traffic is computed from these; nothing here looks at a compiled program.
 
 Shapes: A accumulation parts, B sequences of one part or microbatch on one device, T sequence, D model width, V padded
 vocabulary.
@@ -9,9 +8,7 @@ vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,15 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxshard.models.layers import DOT_NAMES, SAVED_NAMES
-from jaxshard.parallel.axes import AXES, MeshShape
+from jaxshard.parallel.axes import AXES, STAGE, VOCAB_AXES, MeshShape
 from jaxshard.parallel.remat import parse_remat
 from jaxshard.parallel.rules import local_shape
 from jaxshard.parallel.schedule import Schedule
 from jaxshard.training.program import Program
 
 Dims = tuple[int, ...]
-FLOATS = {8: "f64", 4: "f32", 2: "bf16"}
-"""Bytes of an element -> its HLO type, of gradients (fp32 or wider) and of 16-bit floats but fp16."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +42,6 @@ class WeightFact:
     """Optimizer state is split over `data` (ZeRO-1 and above)."""
     stored_spread: bool
     """The parameter itself is split over `data` (ZeRO-3)."""
-    early: bool
-    """The gradient is reduced into its shard as the backward pass makes it (ZeRO-2 and above)."""
-    model_split: bool
-    """Split over `model`."""
     whole: bool
     """Not split over `model` (outside the blocks also not over `stage`), though that has several devices: they may
     share the work of its sums. Norms, biases, learned positions; kv weights where kv heads do not divide."""
@@ -85,7 +76,6 @@ class Facts:
 
     mesh: MeshShape
     zero: int
-    family: str
     layers: int
     """Layers on one device."""
     width: int
@@ -137,11 +127,6 @@ class Facts:
         return tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
 
     @property
-    def deferred(self) -> bool:
-        """Whether no gradient is reduced over the data groups before the accumulation loop is over."""
-        return bool(self.apart) and self.apart == self.used("replica", "data")
-
-    @property
     def stream(self) -> int:
         """Elements of the residual stream [B, T, D] of one part or microbatch on one device, whole in sequence."""
         return self.batch * self.length * self.width
@@ -151,96 +136,6 @@ class Facts:
         if self.saved in ("none", "full"):
             return self.saved == "none"
         return any(name in self.saved for name in names)
-
-    def named(self, dims: Sequence[int]) -> str:
-        """Paths of the weights that have these dims in use: of one layer, of a chunk, or of the whole stack.
-
-        Compilers reorder dims, flatten arrays and cut vectors into tiles, so that only the sizes above 1 count, and of
-        a flat array, or of norms and biases, only the number of elements. Returns "" when there is none.
-        """
-        sizes = tuple(sorted(dim for dim in dims if dim > 1))
-        if sizes in self._names:
-            return self._names[sizes]
-        count = (math.prod(dims),)
-        vectors = {n for w in self.weights if w.vector for n in (w.elements, w.total, w.total // self._chunks(w))}
-        return self._names.get(count, "") if len(sizes) == 1 or count[0] in vectors else ""
-
-    def shard(self, dims: Sequence[int]) -> str:
-        """Path of a weight of which these dims are what ZeRO leaves on one device, of one layer or of the stack."""
-        sizes = sorted(dim for dim in dims if dim > 1)
-        for weight in self.weights:
-            for part in _parts(weight.local, self.mesh.data) if weight.spread else ():
-                if sizes in (sorted(n for n in part if n > 1), sorted(n for n in (*part, weight.layers) if n > 1)):
-                    return weight.path
-        return ""
-
-    def put_together(self, dims: Sequence[int]) -> str:
-        """Path of a weight whose parts, cut along one dim, are gathered along another: these dims; or ""."""
-        sizes = sorted(dim for dim in dims if dim > 1)
-        for weight in self.weights:
-            for part in _parts(weight.local, self.mesh.data) if weight.spread else ():
-                for i, dim in enumerate(part):
-                    if sorted(n for n in (*part[:i], dim * self.mesh.data, *part[i + 1 :]) if n > 1) == sizes:
-                        return weight.path
-        return ""
-
-    def side_by_side(self, dims: Sequence[int]) -> str:
-        """Path of a weight, or of its stack, whose parts are gathered along a new dim: these dims; or ""."""
-        sizes, ways = sorted(dim for dim in dims if dim > 1), self.mesh.data
-        for weight in self.weights:
-            for part in _parts(weight.local, ways) if weight.spread else ():
-                if any(
-                    sorted(n for n in whole if n > 1) == sizes
-                    for whole in ((ways, *part), (ways, weight.layers, *part))
-                ):
-                    return weight.path
-        return ""
-
-    def stacked(self, dims: Sequence[int]) -> bool:
-        """Whether these dims are more than two layers of a stacked matrix, and nothing smaller that has a name."""
-        paths, count = self.named(dims).split(" or "), math.prod(dims)
-        found = [weight for weight in self.weights if weight.path in paths]
-        return bool(found) and all(w.group == "blocks" and not w.vector and count > 2 * w.elements for w in found)
-
-    @cached_property
-    def alike(self) -> frozenset[str]:
-        """Paths of weights that are not `bounded`, but by their shapes cannot be told from some that are."""
-        bounded = {weight.path for weight in self.weights if weight.bounded}
-        found, before = bounded, set()
-        while found != before:
-            before = found
-            found = found.union(*(paths for paths in self._paths.values() if found.intersection(paths)))
-        return frozenset(found - bounded)
-
-    def _chunks(self, weight: WeightFact) -> int:
-        """Pieces that a pipeline's schedule takes a stage's layers of this weight in."""
-        return self.schedule.chunks if self.schedule and weight.group == "blocks" else 1
-
-    @cached_property
-    def _names(self) -> dict[Dims, str]:
-        return {key: " or ".join(paths) for key, paths in self._paths.items()}
-
-    @cached_property
-    def _paths(self) -> dict[Dims, list[str]]:
-        """Sizes above 1, sorted, or the number of elements -> the weights that they may be."""
-        table: dict[Dims, list[str]] = {}
-        for weight in self.weights:
-            chunks = self._chunks(weight)
-            each = (*weight.local, weight.layers // chunks)
-            shapes = [weight.local, (*weight.local, weight.layers), each, (*each, chunks)]
-            # What is summed over replicas is a shard; so, often, is what is summed of short vectors and whole tables.
-            if weight.spread and (self.mesh.replica > 1 or weight.bounded):
-                shapes += [part for dims in shapes for part in _parts(dims, self.mesh.data)]
-            for dims in shapes:
-                for key in (tuple(sorted(dim for dim in dims if dim > 1)), (math.prod(dims),)):
-                    if weight.path not in table.setdefault(key, []):
-                        table[key].append(weight.path)
-        return table
-
-
-def _parts(dims: Dims, ways: int) -> list[Dims]:
-    """The shapes of a part, whichever dim is cut."""
-    return [(*dims[:i], dim // ways, *dims[i + 1 :]) for i, dim in enumerate(dims) if dim % ways == 0]
 
 
 def facts_of(program: Program) -> Facts:
@@ -258,7 +153,6 @@ def facts_of(program: Program) -> Facts:
     return Facts(
         mesh=shape,
         zero=layout.zero,
-        family=arch.family,
         layers=arch.n_layers // shape.stage,
         width=arch.d_model,
         batch=train.global_batch // (config.parallel.accumulation * shape.batch_ways * microbatches),
@@ -297,7 +191,7 @@ def _weights(program: Program) -> list[WeightFact]:
     for (path, row), spec in zip(rows, specs, strict=True):
         stacked = row.axes[0] == "layers"
         local = local_shape(row.shape, spec.base, shape)
-        others = {axis for axis in ("stage", "model") if getattr(shape, axis) > 1} - ({"stage"} if stacked else set())
+        others = {axis for axis in VOCAB_AXES if shape[axis] > 1} - ({STAGE} if stacked else set())
         found.append(
             WeightFact(
                 path=jax.tree_util.keystr(path, simple=True, separator="."),
@@ -307,8 +201,6 @@ def _weights(program: Program) -> list[WeightFact]:
                 layers=local[0] if stacked else 1,
                 spread=_axes(spec.optimizer) != _axes(spec.base),
                 stored_spread=_axes(spec.parameters) != _axes(spec.base),
-                early=_axes(spec.gradients) != _axes(spec.base),
-                model_split="model" in _axes(spec.base),
                 whole=bool(others) and not others & set(_axes(spec.base)),
                 ends_stream=row.axes[-1] == "embed",
             )

@@ -1,17 +1,34 @@
-"""The ledger of a compiled program: every array that travels, with its axes, bytes, calls, source and reason."""
+"""The ledger of a compiled program: every array that travels, with its axes, bytes, calls, source and reason.
 
-import re
+Of a training step the reason is read from the names in the program, one row for the arrays of a collective with one
+purpose. Of a function of the user's own it is what the name stack says.
+"""
+
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from jaxshard.analysis.facts import Facts
-from jaxshard.analysis.reasons import FAMILIES, Reason, Subject, alternatives, is_bounded, place, reason
+from jaxshard.analysis.facts import Facts, WeightFact
+from jaxshard.analysis.purposes import Name, Piece, Reader, family, merged
+from jaxshard.analysis.reasons import FAMILIES, PHASES, SCALARS, described, place
+from jaxshard.parallel.axes import AXES, BATCH_AXES, SHORT, STAGE, VOCAB_AXES, ZERO_AXIS
 from jaxshard.xla.collectives import Collective, module_collectives
-from jaxshard.xla.hlo import Array, Instruction, Module, leaves
+from jaxshard.xla.hlo import Module
 
-_OPTIMIZER = re.compile(r"training/optimizer\.py|optax/")
-_PASSES = ("bitcast", "copy", "reshape", "transpose", "convert", "copy-done", "copy-start")
+_WEIGHTS = ("gather", "update", "gradient", "vector")
+_STEPS = "in steps beside the product"
+"""TPU: a collective matmul sends parts to a neighbour while it multiplies others."""
+_MAY = {
+    "gather": {ZERO_AXIS},
+    "update": {ZERO_AXIS},
+    "gradient": set(BATCH_AXES),
+    "vector": set(AXES),
+    "send": {STAGE},
+    "bookkeeping": set(AXES),
+    "optimizer": set(AXES),
+}
+"""Axes that a purpose may travel over at all; those of activations are those of the vocabulary and the heads."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +47,6 @@ class Row:
     """forward, recomputed, backward or outside (of both)."""
     source: str
     """Source line."""
-    parameters: str
-    """Weights that the arrays are, or whose gradients they are; "" for activations."""
     is_async: bool
     overlap: str
     """What runs meanwhile, in words."""
@@ -41,6 +56,8 @@ class Row:
     """HLO instruction."""
     form: str
     """plain, pair, fused, async fused or send."""
+    parameters: tuple[str, ...] = ()
+    """Weights that the arrays are, or whose gradients they are; none for activations."""
     stacked: int = 0
     """Bytes of those arrays that are many layers of a weight at once."""
     padding: int = 0
@@ -55,7 +72,12 @@ class Row:
 
 def rows(module: Module, mesh: Mapping[str, int], facts: Facts | None = None) -> list[Row]:
     """The ledger of a compiled module; `facts` those of a training step, None for other functions."""
-    return [row for found in module_collectives(module, mesh) for row in _rows(module, found, facts)]
+    collectives = module_collectives(module, mesh)
+    if facts is None:
+        return [row for found in collectives for row in _own_rows(found)]
+    weights = {weight.path: weight for weight in facts.weights}
+    reader, vocab = Reader(module, frozenset(weights)), facts.used(*VOCAB_AXES)
+    return [row for found in collectives for row in _rows(reader, found, weights, vocab)]
 
 
 def bytes_by_axis(found: Iterable[Row]) -> dict[str, int]:
@@ -66,143 +88,134 @@ def bytes_by_axis(found: Iterable[Row]) -> dict[str, int]:
     return dict(result)
 
 
-def _rows(module: Module, found: Collective, facts: Facts | None) -> list[Row]:
-    grouped: dict[tuple[str, str, str], list[tuple[Subject, int]]] = defaultdict(list)
-    for subject, size in _subjects(module, found, facts):
-        why = reason(subject, facts)
-        if facts and _is_optimizers(why, subject, found.source, facts):
-            why = Reason("optimizer", FAMILIES["optimizer"])
-        grouped[why.family, why.text, subject.dtype].append((subject, size))
-    result = []
-    for (family, text, dtype), parts in grouped.items():
-        names = dict.fromkeys(facts.named(part.dims) for part, _ in parts) if facts and _is_weight(family) else {}
-        result.append(
-            Row(
-                kind=found.kind,
-                axes=found.axes,
-                bytes=sum(size for _, size in parts),
-                count=found.count,
-                exact=found.exact,
-                family=family,
-                reason=text,
-                phase=place(parts[0][0].op_name).phase,
-                source=short_source(found.source),
-                parameters=shorten([name for name in names if name]),
-                is_async=found.is_async,
-                overlap=overlap_words(found),
-                dtype=dtype,
-                note="; ".join(note for note in (found.note, branch_note(found)) if note),
-                name=found.name,
-                form=found.form,
-                stacked=sum(size for part, size in parts if facts and facts.stacked(part.dims)),
-                padding=sum(_padding(part, size) for part, size in parts if facts and _is_weight(family)),
-            )
+def _own_rows(found: Collective) -> Iterator[Row]:
+    """Of a function of the user's own: arrays that the same is said of, together."""
+    grouped: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    options = merged(found.op_name, len(found.parts)) or [found.op_name] * len(found.parts)
+    phases = {}
+    for part, op_name in zip(found.parts, options, strict=True):
+        key = ("bookkeeping" if part.elements <= SCALARS else "", described(found.kind, op_name), part.dtype)
+        grouped[key].append(part.bytes)
+        phases.setdefault(key, place(op_name).phase)
+    for key, sizes in grouped.items():
+        purpose, text, dtype = key
+        yield _row(found, purpose, text, phases[key], dtype, sum(sizes))
+
+
+def _rows(
+    reader: Reader, found: Collective, weights: Mapping[str, WeightFact], vocab: tuple[str, ...]
+) -> Iterator[Row]:
+    grouped: dict[tuple[str, str, str, str], list[Piece]] = defaultdict(list)
+    for piece in reader.pieces(found):
+        purpose, text = _reason(found, piece, weights, vocab)
+        path = piece.name.path if purpose in ("row", "column") else ""
+        grouped[purpose, text, piece.dtype, path].append(piece)
+    for (purpose, text, dtype, path), parts in grouped.items():
+        of_weights = [part for part in parts if part.name.path] if purpose in _WEIGHTS else []
+        yield _row(
+            found,
+            purpose,
+            text,
+            parts[0].name.phase,
+            dtype,
+            sum(part.bytes for part in parts),
+            parameters=tuple(dict.fromkeys(part.name.path for part in of_weights)),
+            stacked=sum(part.bytes for part in of_weights if _is_stack(part, weights[part.name.path])),
+            padding=sum(part.padding for part in of_weights),
+            path=path,
         )
-    return result
 
 
-def _is_optimizers(why: Reason, subject: Subject, source: str, facts: Facts) -> bool:
-    """Whether it is the optimizer's own. Adam's new parameters may bear its lines; Muon's matrices, as large as they
-    are, are no parameters; Adafactor's statistics are as large as norms, and may be gathered together with them."""
-    if place(subject.op_name).phase != "outside":
-        return False
-    if why.family == "update" and facts.optimizer == "adafactor":
-        return is_bounded(facts.named(subject.dims), facts)
-    return bool(_OPTIMIZER.search(source)) and (why.family != "update" or facts.optimizer == "muon")
+def _row(found: Collective, purpose: str, text: str, phase: str, dtype: str, size: int, **of_weights: Any) -> Row:
+    """The line of arrays of a collective that have `size` bytes in all; `of_weights`: the fields that say of which."""
+    return Row(
+        kind=found.kind,
+        axes=found.axes,
+        bytes=size,
+        count=found.count,
+        exact=found.exact,
+        family=purpose,
+        reason=text,
+        phase=phase,
+        source=_short_source(found.source),
+        is_async=found.is_async,
+        overlap=_overlap_words(found),
+        dtype=dtype,
+        note="; ".join(note for note in (found.note, _branch_note(found)) if note),
+        name=found.name,
+        form=found.form,
+        **of_weights,
+    )
 
 
-def _padding(subject: Subject, size: int) -> int:
-    return max(0, size - Array(subject.dtype, subject.dims).bytes)
+def _reason(
+    found: Collective, part: Piece, weights: Mapping[str, WeightFact], vocab: tuple[str, ...]
+) -> tuple[str, str]:
+    """The purpose and its words; the purpose is "" where nothing asks for such an array over these axes.
+
+    `vocab`: axes that the vocabulary is split over.
+    """
+    name, axes = part.name, set(found.axes)
+    purpose = family(name, part.kind, found.axes, weights)
+    if purpose == "embedding" and found.axes == (STAGE,) != vocab:
+        purpose = "stage"  # the second half of a sum over both
+    if part.elements <= SCALARS and (purpose in ("", "optimizer") or not axes <= _may(purpose)):
+        purpose = "bookkeeping"
+    if purpose == "bookkeeping" and part.elements > SCALARS:
+        purpose = ""  # a norm or a metric is a number; this is what it is made from
+    words = " and ".join(SHORT[axis] for axis in found.axes)
+    where = ", ".join(word for word in (name.scope or name.path, name.operation, name.phase) if word)
+    whole = "loss" if name.scope == "loss" else "embedding"
+    if purpose in ("loss", "embedding") and part.kind == "all-gather" and axes.intersection(VOCAB_AXES):
+        return "", f"the {whole} is not vocabulary-parallel: its logits or table travel over {words} ({where})"
+    if purpose and axes <= _may(purpose):
+        in_steps = found.kind == "collective-permute" and name.operation == "dot_general"
+        details = ", ".join(word for word in (_detail(name, purpose), _STEPS if in_steps else "") if word)
+        return purpose, FAMILIES[purpose] + (f" ({details})" if details else "")
+    if purpose in _WEIGHTS:
+        return "", f"{name.path} (or its gradient) travels over {words}, where no rule splits it"
+    return "", f"an activation travels over {words}: {found.kind} in {where or 'code without a name'}"
 
 
-def _is_weight(family: str) -> bool:
-    return family in ("gather", "update", "gradient", "vector")
+def _may(purpose: str) -> set[str]:
+    return _MAY.get(purpose, set(VOCAB_AXES))
 
 
-def shorten(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _detail(name: Name, purpose: str) -> str:
+    phase = PHASES[name.phase] or name.phase
+    if purpose == "gather" and name.path.startswith("blocks."):
+        return f"layer scan, {phase}"
+    if purpose in ("gather", "gradient", "vector"):
+        return "layers" if name.path.startswith("blocks.") else name.path.partition(".")[0]
+    branch = {"attention": "attention", "mlp": "MLP", "final_norm": "final norm"}.get(name.scope, "")
+    if purpose == "sequence":
+        side = "output's gradient" if name.phase == "backward" else "input"
+        return f"{branch} {side}, {phase}".strip() if branch else "gradient of the embedding"
+    if purpose in ("row", "column"):
+        return ", ".join(word for word in (branch, "recomputed" if name.phase == "recomputed" else "") if word)
+    if purpose == "loss":
+        return {"reduce_max": "maximum", "reduce_sum": "sum"}.get(name.operation, "")
+    return "backward" if purpose == "send" and name.phase == "backward" else ""
 
 
-def short_source(source: str) -> str:
+def _is_stack(part: Piece, weight: WeightFact) -> bool:
+    """More than two layers of a stacked matrix at once; TPUs send pairs of fp16 as u32."""
+    elements = part.elements * (2 if part.dtype == "u32" else 1)
+    return weight.group == "blocks" and not weight.vector and elements > 2 * weight.elements
+
+
+def _short_source(source: str) -> str:
     return "/".join(source.split("/")[-2:])
 
 
-def branch_note(found: Collective) -> str:
+def _branch_note(found: Collective) -> str:
     return f"only when taken: {', '.join(found.branches)}" if found.branches else ""
 
 
-def overlap_words(found: Collective) -> str:
+def _overlap_words(found: Collective) -> str:
     if found.overlap is None:
         return ""
     work = found.overlap
     flops = f"{work.flops / 1e9:,.2f} GFLOP in " if work.flops >= 5e6 else ""
     count = len(work.instructions)
     return f"{flops}{count} instruction{'s' if count > 1 else ''}" if count else "nothing"
-
-
-def _subjects(module: Module, found: Collective, facts: Facts | None) -> list[tuple[Subject, int]]:
-    """The arrays of a collective with their bytes; an operand that several were put together into is taken apart."""
-    computation = module.computations.get(found.computation)
-    outer = computation.by_name.get(found.name) if computation else None
-    names = alternatives(found.op_name, len(found.parts))
-    result = []
-    for index, part in enumerate(found.parts):
-        array, padded = _array(part.unpadded or part.shape), _array(part.shape)
-        maker = None
-        if outer is not None and computation is not None and len(outer.operands) == len(found.parts):
-            maker = _maker(computation.by_name, outer.operands[index])
-        # What makes an operand tells parts apart; of a function of the user's own the collective's own name says more.
-        own = part.op_name if facts and part.op_name != found.op_name else names[index]
-        # A start that stands for an all-gather is made from parts: they tell that it is a parameter.
-        pieces = _pieces(module, computation.by_name, maker) if maker and computation else []
-        if pieces and sum(piece.elements for piece, _ in pieces) * array.elements == array.elements**2:
-            for piece, name in pieces:
-                each = name or own
-                if facts and facts.named((piece.elements,)) and not facts.named(piece.dims):
-                    piece = Array(piece.dtype, (piece.elements,))  # two dims of the weight merged into one
-                subject = Subject(found.kind, found.axes, piece.dims, array.dtype, each, _is_parameter(each))
-                result.append((subject, piece.elements * padded.bytes // max(1, array.elements)))
-        else:
-            if array.dtype == "u32" and facts and facts.activation_bytes == 2:
-                array = Array(facts.compute, (2 * array.elements,))  # a TPU's pairs of fp16
-            subject = Subject(found.kind, found.axes, array.dims, array.dtype, own, _is_parameter(own))
-            result.append((subject, padded.bytes))
-    return result
-
-
-def _array(text: str) -> Array:
-    dtype, _, dims = text.rstrip("]").partition("[")
-    return Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim))
-
-
-def _is_parameter(op_name: str) -> bool:
-    return op_name.startswith("state.params") or "dynamic_index_in_dim" in op_name
-
-
-def _maker(by_name: Mapping[str, Instruction], name: str) -> Instruction | None:
-    made = by_name.get(name)
-    while made is not None and made.opcode in _PASSES and made.operands:
-        made = by_name.get(made.operands[0])
-    return made
-
-
-def _pieces(module: Module, by_name: Mapping[str, Instruction], made: Instruction) -> list[tuple[Array, str]]:
-    """Shapes and name stacks of the arrays that a concatenation, alone in a fusion or not, puts together."""
-    joined = made
-    if made.opcode == "fusion" and made.called:
-        joined = module.computations[made.called[0]].root
-        while joined.opcode in _PASSES and joined.operands:
-            joined = module.computations[made.called[0]].by_name[joined.operands[0]]
-    if joined.opcode != "concatenate":
-        return []
-    pieces = []
-    inside = module.computations[made.called[0]].by_name if made.opcode == "fusion" else by_name
-    for operand in joined.operands:
-        source = _maker(inside, operand)
-        if source is not None and source.opcode == "parameter" and made.opcode == "fusion":
-            source = _maker(by_name, made.operands[source.index]) or source
-        flat = next(leaves(inside[operand].shape))
-        arrays = [array for array in leaves(source.shape)] if source is not None else []
-        same = [array for array in arrays if array.elements == flat.elements]
-        pieces.append((same[0] if same else flat, source.op_name if source is not None else ""))
-    return pieces

@@ -5,18 +5,18 @@ says: the backward pass, within a loop, the gradient of blocks.mlp.up. Nothing i
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from jaxshard import names
 from jaxshard.analysis.facts import WeightFact
-from jaxshard.parallel.layout import BATCH_AXES
-from jaxshard.xla.collectives import KINDS, Collective
-from jaxshard.xla.hlo import Computation, Instruction, Module, leaves
+from jaxshard.analysis.reasons import SCOPES, Phase, phase_of
+from jaxshard.parallel.axes import BATCH_AXES
+from jaxshard.xla.collectives import KINDS, Collective, Part
+from jaxshard.xla.hlo import Computation, Instruction, Module, leaves, parse_shape, shape_bytes
 
-SCOPES = ("embedding", "attention", "mlp", "final_norm", "loss")
 _MARKS = {value for key, value in vars(names).items() if key.isupper()}
 _PASSES = ("bitcast", "copy", "reshape", "transpose", "convert", "copy-done", "copy-start")
 _LOOPS = ("while", "cond")
@@ -28,8 +28,8 @@ _REACH = 200
 class Name:
     """What a name stack says."""
 
-    phase: str
-    """forward, recomputed, backward or outside (of both)."""
+    phase: Phase
+    """outside: in neither of the passes."""
     marks: tuple[str, ...]
     """Purposes of `jaxshard.names`, outermost first."""
     path: str
@@ -51,12 +51,7 @@ class Name:
 @lru_cache(maxsize=65536)
 def read(op_name: str, paths: frozenset[str]) -> Name:
     """Reads a name stack; `paths` are those of the model's weights."""
-    if "rematted_computation" in op_name:
-        phase = "recomputed"
-    elif "transpose(" in op_name:
-        phase = "backward"
-    else:
-        phase = "forward" if "jvp(" in op_name else "outside"
+    phase = phase_of(op_name)
     argument = re.match(r"state\.\w+((?:\[\\?'\w+\\?'\])+)$", op_name)
     parts = [".".join(re.findall(r"\w+", argument[1]))] if argument else [p for p in re.split(r"[/():]", op_name) if p]
     last = lambda known: next((part for part in reversed(parts) if part in known), "")
@@ -138,6 +133,13 @@ class Piece:
     dtype: str
     elements: int
     bytes: int
+    padding: int = 0
+    """Bytes of it that stand for nothing: added so that it divides."""
+
+    def share(self, name: Name, size: int, of: int) -> "Piece":
+        """The piece of this name that `size` of `of` elements are."""
+        elements, bytes, padding = (n * size // of for n in (self.elements, self.bytes, self.padding))
+        return replace(self, name=name, elements=elements, bytes=bytes, padding=padding)
 
 
 class _Node(NamedTuple):
@@ -163,27 +165,57 @@ class Reader:
         """The arrays of a collective, each with the name that says most: its own, or that of what it is made from."""
         computation = self.module.computations[found.computation]
         operands = computation.by_name[found.name].operands
-        options = _merged(found.op_name, len(found.parts))
+        options = merged(found.op_name, len(found.parts))
         result = []
         for index, part in enumerate(found.parts):
             own = read(options[index] if options else found.op_name, self.paths)
+            whole = Piece(own, found.kind, part.dtype, part.elements, part.bytes, _padding(part))
             if len(operands) != len(found.parts):
-                result.append(Piece(own, found.kind, part.dtype, part.elements, part.bytes))
+                result.append(whole)
                 continue
             node = _Node(computation, operands[index])
             mine = self._among_zeros(node) if found.kind == "all-reduce" else None
             if mine:
-                name = self._trace(mine) or own
-                result.append(Piece(name, "all-gather", part.dtype, part.elements, part.bytes))
+                result.append(replace(whole, name=self._trace(mine) or own, kind="all-gather"))
                 continue
             joined = self._joined(node)
             sizes = [sum(leaf.elements for leaf in leaves(each.made.shape)) for each in joined]
             alone = len(joined) == 1 and (bool(options) or len(found.parts) == 1)
             for each, size in zip(joined, sizes, strict=True):
                 name = own if alone and own.speaks else _better(own, self._trace(each))
-                elements, size = (n * size // max(1, sum(sizes)) for n in (part.elements, part.bytes))
-                result.append(Piece(name, found.kind, part.dtype, elements, size))
+                result.append(whole.share(name, size, max(1, sum(sizes))))
         return result
+
+    def of_value(self, value: str) -> Name | None:
+        """The name that says most of a value: an instruction, or with {i} a part of the tuple that it makes.
+
+        Of what a loop carries along it is the name of what the loop's body puts there; so it is of zeros that a loop
+        starts with.
+        """
+        name, _, index = value.rstrip("}").partition("{")
+        home = self._homes.get(name)
+        if home is None or not (index.isdigit() or not index):
+            return None
+        at = _Node(home, name)
+        if not index:
+            within: Iterable[_Node] = [at]
+        elif at.made.opcode == "parameter" and home.name in self._loops:
+            where, loop = self._loops[home.name]
+            within = self._element(_Node(where, loop.name), int(index))
+        else:
+            within = self._element(at, int(index))
+        reads = (each for each in home.instructions if each.opcode == "get-tuple-element" and each.operands == (name,))
+        parts = {each.name for each in reads if str(each.index) == index}
+        traced = map(self._trace, (*within, *self._started_with(home, parts or {name})))
+        return next((found for found in traced if found), None)
+
+    def _started_with(self, home: Computation, names: set[str]) -> Iterator[_Node]:
+        """What loops put in the place of values that they start with."""
+        for start in home.instructions:
+            for index, operand in enumerate(start.operands if start.opcode == "tuple" else ()):
+                for loop in home.instructions if operand in names else ():
+                    if loop.opcode == "while" and loop.operands == (start.name,):
+                        yield from self._element(_Node(home, loop.name), index)
 
     def _maker(self, at: _Node) -> _Node:
         """What makes an array, behind copies and the like and within fusions."""
@@ -273,6 +305,11 @@ class Reader:
             yield source
 
     @cached_property
+    def _homes(self) -> dict[str, Computation]:
+        """The computation that an instruction stands in, by its name."""
+        return {each.name: home for home in self.module.computations.values() for each in home.instructions}
+
+    @cached_property
     def _loops(self) -> dict[str, tuple[Computation, Instruction]]:
         """The loop that runs a body, and where it stands, by the body's name."""
         return {
@@ -281,6 +318,11 @@ class Reader:
             for instruction in computation.instructions
             if instruction.opcode == "while"
         }
+
+
+def _padding(part: Part) -> int:
+    """Bytes of an array that it was padded with for the collective."""
+    return part.bytes - shape_bytes(parse_shape(part.unpadded)) if part.unpadded else 0
 
 
 def _is_several(at: _Node) -> bool:
@@ -300,7 +342,7 @@ def _better(own: Name, made: Name | None) -> Name:
     return replace(own, path=made.path or own.path) if keeps else made
 
 
-def _merged(op_name: str, count: int) -> list[str]:
+def merged(op_name: str, count: int) -> list[str]:
     """The names that a compiler merges where it combines calls: "prefix/(first:second)"."""
     found = re.search(r"^((?:.*?/)?)\(((?:[^:]*:)+[^:]*)\)$", op_name)
     options = found[2].split(":") if found else []

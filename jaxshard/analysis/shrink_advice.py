@@ -1,10 +1,15 @@
 """What each of the largest temporaries is, and what would shrink it."""
 
+import math
 from dataclasses import dataclass
 
-from jaxshard.analysis.facts import FLOATS, Facts
+from jaxshard import names
+from jaxshard.analysis.facts import Facts
+from jaxshard.analysis.purposes import Name, Reader, read
 from jaxshard.analysis.reasons import Place, place
+from jaxshard.parallel.axes import ZERO_AXIS
 from jaxshard.xla.buffers import BufferReport, Temporary
+from jaxshard.xla.hlo import Module
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,20 @@ class LargeBuffer:
     source: str
 
 
-def large_buffers(report: BufferReport | None, facts: Facts | None) -> list[LargeBuffer]:
-    """The largest temporaries with advice, largest first; `facts` of a train step, None for other functions."""
+def large_buffers(report: BufferReport | None, facts: Facts | None, module: Module | None = None) -> list[LargeBuffer]:
+    """The largest temporaries with advice, largest first.
+
+    Args:
+        report: what the compiler says of them.
+        facts: of a train step; None for other functions, of which no advice is known.
+        module: the compiled program, where names are looked for that a temporary does not bear itself.
+    """
+    paths = frozenset(weight.path for weight in facts.weights) if facts else frozenset()
+    reader = Reader(module, paths) if module and facts else None
     found = []
     for buffer in report.temporaries if report else ():
-        what, advice = _advice(buffer, facts) if facts else (_where(buffer), "")
+        name = (reader.of_value(buffer.name) if reader else None) or read(buffer.op_name, paths)
+        what, advice = _advice(buffer, name, facts) if facts else (_where(buffer), "")
         source = "/".join(buffer.source.split("/")[-2:])
         found.append(LargeBuffer(buffer.shape, buffer.bytes, what, advice, source))
     return found
@@ -38,14 +52,15 @@ def _where(buffer: Temporary) -> str:
     return " ".join(word for word in words if word)
 
 
-def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
-    dtype, _, text = buffer.shape.split(", ")[0].rstrip("]").partition("[")
+def _advice(buffer: Temporary, name: Name, facts: Facts) -> tuple[str, str]:
+    """What a temporary of a train step is, and what would shrink it; `name` says what it is made from."""
+    text = buffer.shape.split(", ")[0].rstrip("]").partition("[")[2]
     dims = tuple(int(dim) for dim in text.split(",") if dim)
-    where, weight = place(buffer.op_name), facts.named(dims)
-    short = weight.split(" or ")[0]
+    if name.path and (known := _of_weight(name, dims, facts)):
+        return known
+    where = place(buffer.op_name)
     activation = facts.batch in dims and facts.length in dims
-    more = _less_at_a_time(facts)
-    if where.scope == "loss" and not weight and (facts.vocab in dims or activation):
+    if where.scope == "loss" and (facts.vocab in dims or activation):
         return "logits of one chunk of positions", "--parallel.loss_chunk smaller, or tp higher"
     pairs = _is_of_pairs(dims, where, facts)
     if activation and dims[:1] == (facts.layers,) and len(dims) > 3:
@@ -54,20 +69,27 @@ def _advice(buffer: Temporary, facts: Facts) -> tuple[str, str]:
         return f"{what} of all layers, kept for the backward pass", "".join([_activations(facts), *other])
     if pairs:
         return "attention weights of every pair of positions", ", or ".join([*_kernels(facts), "shorter sequences"])
+    more = _less_at_a_time(facts)
     if activation:
         smaller = ", or a smaller batch" if facts.batch > 1 else ""
         return f"one activation ({_where(buffer)})", more + smaller
-    made = where.phase in ("backward", "outside") or where.scope == "loss"
-    if weight and dtype == FLOATS[facts.gradient_bytes] and made:
-        advice = "--zero 2 splits gradients over dp" if facts.zero < 2 and facts.mesh.data > 1 else "dp or tp higher"
-        return f"gradient of {short}", advice
-    if weight:
-        split = facts.zero < 3 and facts.mesh.data > 1
-        advice = "--zero 3 splits parameters over dp" if split else "tp higher splits it"
-        return f"{short}, ready for use", advice
-    if shard := facts.shard(dims):
-        return f"{shard} or its gradient, this device's share", "dp or tp higher"
     return _where(buffer), more + ("" if facts.saved == "full" else ", or --parallel.remat full")
+
+
+def _of_weight(name: Name, dims: tuple[int, ...], facts: Facts) -> tuple[str, str] | None:
+    """Of a weight, its gradient or its update; None where the name is that of what uses the weight."""
+    marks, ways, higher = set(name.marks), facts.sizes[ZERO_AXIS], "dp or tp higher"
+    (weight,) = (each for each in facts.weights if each.path == name.path)
+    share = weight.spread and math.prod(dims) * ways in (weight.elements, weight.total)
+    if marks & {names.WEIGHT_GRAD, names.REDUCE}:
+        advice = "--zero 2 splits gradients over dp" if facts.zero < 2 and ways > 1 and not share else higher
+        return f"gradient of {name.path}" + (", this device's share" if share else ""), advice
+    if names.GATHER in marks or name.operation == name.path:
+        advice = "--zero 3 splits parameters over dp" if facts.zero < 3 and ways > 1 else "tp higher splits it"
+        return f"{name.path}, ready for use", advice
+    if marks & {names.UPDATE, names.OPTIMIZER}:
+        return f"update of {name.path}", "--zero 1 splits it over dp" if facts.zero < 1 and ways > 1 else higher
+    return None
 
 
 def _less_at_a_time(facts: Facts) -> str:

@@ -193,7 +193,7 @@ def _explanation(
         replicated=(),
         undonated=(),
         warnings=compiled.spmd_warnings,
-        buffers=tuple(large_buffers(compiled.buffers, facts)),
+        buffers=tuple(large_buffers(compiled.buffers, facts, compiled.module)),
         facts=facts,
     )
 

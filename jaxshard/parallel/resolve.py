@@ -154,14 +154,18 @@ class Misfit:
         return f"{self.name} = {self.size} does not divide by {' x '.join(SHORT[a] for a in self.axes)} = {self.ways}"
 
 
-def misfits(config: Config, arch: Architecture, shape: MeshShape) -> Iterator[Misfit]:
-    """Sizes that no option but themselves or the mesh can make divide."""
-    sizes = (
+def divided(config: Config, arch: Architecture) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+    """What the mesh divides, whatever else is chosen: (option, its value, mesh axes)."""
+    return (
         ("model.n_heads", arch.n_heads, (MODEL,)),
         ("model.d_ff", arch.d_ff, (MODEL,)),
         ("model.n_layers", arch.n_layers, (STAGE,)),
         ("train.global_batch", config.train.global_batch, (DATA, REPLICA)),
     )
-    for name, size, axes in sizes:
+
+
+def misfits(config: Config, arch: Architecture, shape: MeshShape) -> Iterator[Misfit]:
+    """Sizes that no option but themselves or the mesh can make divide."""
+    for name, size, axes in divided(config, arch):
         if size % shape.ways(axes):
             yield Misfit(name, size, axes, shape.ways(axes))

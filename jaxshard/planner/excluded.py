@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from jaxshard.analysis.shardable import unsharded
 from jaxshard.config import Config
 from jaxshard.models.presets import Architecture
+from jaxshard.parallel.axes import MODEL, SHORT, STAGE
 from jaxshard.parallel.mesh import divisors
+from jaxshard.parallel.resolve import divided
 from jaxshard.planner.search import Pins, meshes
 from jaxshard.xla.hardware import GPUS_PER_HOST, Target
 
@@ -24,21 +26,19 @@ def excluded(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
 
 def _sizes(config: Config, arch: Architecture, target: Target, pins: Pins) -> Iterator[str]:
     sizes = [size for size in divisors(target.count) if size > 1]
-    ways = [size for size in sizes if size <= GPUS_PER_HOST or target.chip.platform != "gpu"]
-    batch = config.train.global_batch
-    for axes, name, tried, option, value in (
-        (("model",), "tp", ways, "model.n_heads", arch.n_heads),
-        (("model",), "tp", ways, "model.d_ff", arch.d_ff),
-        (("stage",), "pp", [size for size in sizes if size <= arch.n_layers], "model.n_layers", arch.n_layers),
-        (("data", "replica"), "dp x replica", sizes, "train.global_batch", batch),
-    ):
+    within = {
+        (MODEL,): [size for size in sizes if size <= GPUS_PER_HOST or target.chip.platform != "gpu"],
+        (STAGE,): [size for size in sizes if size <= arch.n_layers],
+    }
+    for option, value, axes in divided(config, arch):
+        name, tried = " x ".join(SHORT[axis] for axis in axes), within.get(axes, sizes)
         out = [size for size in tried if value % size]
         if not out or not any(_free(axis, pins) for axis in axes):
             continue
         kept = [size for size in tried if value % size == 0]
         rest = f"; {_listed(kept, 'and')} {'does' if len(kept) == 1 else 'do'}" if kept else ""
         hint = ""
-        if name == "pp":
+        if axes == (STAGE,):
             others = [size for size in divisors(value) if 1 < size <= sizes[-1] and size not in sizes][:6]
             hint = f" (stages are equal; on other numbers of devices {_listed(others, 'or')} would)" if others else ""
         which, them = _listed(out, "or"), "it" if len(out) == 1 else "them"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxshard.analysis.explanation import Explanation
+from jaxshard.analysis.explanation import Explanation, listed
 from jaxshard.analysis.ledger import Row, bytes_by_axis
 from jaxshard.analysis.state_bytes import state_bytes
 from jaxshard.errors import InputError
@@ -184,7 +184,7 @@ def _ledger(rows: Sequence[Row], own: bool) -> str:
             f"{row.count:,}",
             size_text(row.total),
             (row.overlap or "nothing") if row.is_async else "",
-            f"{row.parameters} {row.source}".strip(),
+            f"{listed(row.parameters)} {row.source}".strip(),
         )
         for row in sorted(rows, key=lambda row: -row.total)
     ]

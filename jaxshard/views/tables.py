@@ -1,11 +1,10 @@
 """Explanations on the console."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxshard.analysis.compare import Difference
-from jaxshard.analysis.explanation import Explanation
+from jaxshard.analysis.explanation import Explanation, listed
 from jaxshard.analysis.ledger import Row, bytes_by_axis
 from jaxshard.analysis.lock import Differences
 from jaxshard.analysis.own_arrays import Undonated
@@ -132,7 +131,7 @@ def _cells(group: Sequence[Row], own: bool, brief: bool) -> tuple[str, ...]:
     axes = axes_text(row.axes, own)
     if len(group) > 1 and row.family == "optimizer":
         return row.kind, axes, size, calls, reason, row.source.partition(":")[0], "each its own (--json)"
-    weights = _first_weights(row.parameters) if brief else row.parameters
+    weights = _first_weights(row.parameters) if brief else listed(row.parameters)
     source = f"{weights} ({row.source})" if weights and row.source else weights or row.source
     return row.kind, axes, size, calls, reason, source, meanwhile
 
@@ -144,13 +143,11 @@ def _stacked(kind: str, axes: str, size: str, calls: str, reason: str, source: s
     return f"{kind}\n{axes}", f"{size}\nx {calls}", "\n".join([reason, *more])
 
 
-def _first_weights(names: str, width: int = 60) -> str:
-    """As many names of weights as fit, and how many are left: "a or b, c and 2 more" -> "a … and 4 more"."""
-    listed, _, rest = names.partition(" and ")
-    each = re.split(", | or ", listed)
-    more = len(each) + int(rest.split()[0] if rest else 0)
-    fits = max([n for n in range(1, len(each) + 1) if len(", ".join(each[:n])) <= width], default=1)
-    return names if len(names) <= width else f"{', '.join(each[:fits])} … and {more - fits} more"
+def _first_weights(names: Sequence[str], width: int = 60) -> str:
+    """As many names of weights as fit, and how many are left: "a, b … and 4 more"."""
+    fits = max([n for n in range(1, len(names) + 1) if len(", ".join(names[:n])) <= width], default=1)
+    more = f" … and {len(names) - fits} more" if len(names) > fits else ""
+    return ", ".join(names[:fits]) + more
 
 
 def _show_memory(found: Explanation, console: Console) -> None:

@@ -61,14 +61,11 @@ class Overlap:
 class Part:
     """One array of a collective; combined collectives have several."""
 
-    shape: str
+    dtype: str
+    elements: int
     bytes: int
-    op_name: str
-    """Name of what makes the operand, or of the collective when that has none."""
     unpadded: str = ""
     """Its shape before it was padded for the collective; "" where it was not."""
-    dtype: str = ""
-    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -282,7 +279,7 @@ def _describe(scope: Scope, site: _Site, sites: list[_Site], mesh_shape: Mapping
         bytes=shape_bytes(site.shape),
         count=scope.runs,
         exact=not scope.branches and all(loop.trips is not None for loop in scope.loops),
-        parts=_parts(scope, site, origin.op_name),
+        parts=_parts(site),
         dtype="+".join(dtypes),
         op_name=origin.op_name,
         source=scope.module.source(origin),
@@ -326,14 +323,11 @@ def _maker(scope: Scope, operand: str) -> Instruction:
     return instruction
 
 
-def _parts(scope: Scope, site: _Site, default: str) -> tuple[Part, ...]:
+def _parts(site: _Site) -> tuple[Part, ...]:
     arrays = list(leaves(site.shape))
-    makers = [_maker(scope, operand).op_name for operand in site.outer.operands]
-    names = makers if len(makers) == len(arrays) else [default] * len(arrays)
     before = site.unpadded or [""] * len(arrays)
     return tuple(
-        Part(str(array), array.bytes, name or default, unpadded, array.dtype, array.elements)
-        for array, name, unpadded in zip(arrays, names, before, strict=True)
+        Part(array.dtype, array.elements, array.bytes, unpadded) for array, unpadded in zip(arrays, before, strict=True)
     )
 
 
