@@ -26,7 +26,7 @@ def excluded(config: Config, arch: Architecture, target: Target, pins: Pins) -> 
 
 def _sizes(config: Config, arch: Architecture, target: Target, pins: Pins) -> Iterator[str]:
     sizes = [size for size in divisors(target.count) if size > 1]
-    within = {
+    within: dict[tuple[str, ...], list[int]] = {
         (MODEL,): [size for size in sizes if size <= GPUS_PER_HOST or target.chip.platform != "gpu"],
         (STAGE,): [size for size in sizes if size <= arch.n_layers],
     }
