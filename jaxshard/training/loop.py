@@ -118,40 +118,32 @@ def run(
         folder = stack.enter_context(output_folder(config, resume))
         dataset, program = _opened(config, folder, foresight, given, resume, console)
         config = resolved(program.config, program)
-        console.line(dataset.describe())
-        show_program(program, console)
-        forecast = _forecast(program, foresight, console)
-        saved = checkpoints(config)
-        stack.callback(saved.close)
-        place = None if resume is None else place_to_go_on(folder, saved, resume)
+        forecast = _show_start(dataset, program, foresight, console)
+        saved = stack.enter_context(checkpoints(config))
+        place = None
         if resume is not None:
+            place = place_to_go_on(folder, saved, resume)
             _check_resume(program, dataset, saved, place, allow_changed_data, console)
-            for said in said_of(folder, saved, place):
-                console.warn(said)
-            for change in changes_since(config, folder):
-                console.line(f"changed since: {change}")
+            _show_resume(config, folder, saved, place, console)
         stack.enter_context(explained(program, foresight))
         state, start = first_or_restored(program, saved, place)
         for said in go_back(saved, start) if isinstance(resume, int) else ():
             console.warn(said)
         saved.note(place)
         metrics = stack.enter_context(open_metrics(folder, config.log, start, asdict(config)))
-        figures = foresight.arithmetic(program)
         rows = rows_before(saved.folder, start, folder / CONFIG_FILE) if start else 0
-        zeroth = rows - start * config.train.global_batch
-        evaluator = Evaluator(program, dataset)
-        opened = (config, program, dataset, folder, saved, metrics, evaluator, console, foresight)
-        parts = Run(*opened, *figures, row_of_step_0=zeroth)
+        opened = (config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, foresight)
+        parts = Run(*opened, *foresight.arithmetic(program), row_of_step_0=rows - start * config.train.global_batch)
         finished = 0 < parts.end <= start
         if finished and not _lacks_evaluation(parts, start):
             console.line(_finished(parts, start))
             return {"step": start, "output": str(folder)}
         if not finished or isinstance(resume, int):  # options of a run that has ended are not used
             write_config(config, folder, start)
-        step = start
-        if not finished and not request:
-            compiled = _compile(program, forecast, console)
-            state, step = run_steps(parts, compiled, state, start, request)
+        if finished or request:
+            return _finish(parts, state, start, start, request, began)
+        compiled = _compile(program, forecast, console)
+        state, step = run_steps(parts, compiled, state, start, request)
         return _finish(parts, state, step, start, request, began)
 
 
@@ -201,13 +193,23 @@ def _check_resume(
     console.line(f"goes on from the checkpoint of step {place}")
 
 
+def _show_resume(config: Config, folder: Path, saved: Checkpoints, place: int | None, console: Console) -> None:
+    """Says what is passed over in the folder, and what is no longer as it was."""
+    for said in said_of(folder, saved, place):
+        console.warn(said)
+    for change in changes_since(config, folder):
+        console.line(f"changed since: {change}")
+
+
 def _lacks_evaluation(parts: Run, step: int) -> bool:
     """Whether a run was killed between the save of its last step and the evaluation that belongs to it."""
     return step == parts.end and parts.evaluator.possible and not evaluated(parts.folder, step)
 
 
-def _forecast(program: Program, foresight: Foresight, console: Console) -> Forecast:
-    """Says what a device will hold at the peak of a step, and warns where it has less."""
+def _show_start(dataset: Dataset, program: Program, foresight: Foresight, console: Console) -> Forecast:
+    """Says what is trained on what; what a device will hold at the peak of a step, and where it has less."""
+    console.line(dataset.describe())
+    show_program(program, console)
     forecast = foresight.memory(program)
     console.line(forecast.line)
     if forecast.warning:
