@@ -201,6 +201,25 @@ ENTRY %e (a: f32[{size}]) -> f32[{4 * size}] {{
     assert bool(check([found], facts, "gpu", 0).failures) == (not expected)
 
 
+def test_a_number_in_a_combined_call_is_not_what_the_call_is_named_after(facts):
+    body = f"""HloModule m, num_partitions=8
+%add (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}}
+
+ENTRY %e (a: f32[512], b: f32[]) -> (f32[512], f32[]) {{
+  %a = f32[512]{{0}} parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %r = (f32[512]{{0}}, f32[]) all-reduce(%a, %b), {GROUPS}, to_apply=%add, \
+metadata={{op_name="jit(f)/param_update/blocks.norm1.scale/convert"}}
+}}
+"""
+    found = {row.family: row.bytes for row in rows(parse(body), facts.sizes, facts)}
+    assert found == {"update": 2048, "bookkeeping": 4}
+
+
 def row(family: str, kind: str, axes: tuple[str, ...], size: int, count: int, **more) -> Row:
     plain = {"exact": True, "reason": FAMILIES[family], "phase": "", "source": "", "parameters": (), "name": ""}
     plain |= {"is_async": False, "overlap": "", "dtype": "bf16", "note": "", "form": "plain"}

@@ -159,7 +159,8 @@ def _reason(
     purpose = family(name, part.kind, found.axes, weights)
     if purpose == "embedding" and found.axes == (STAGE,) != vocab:
         purpose = "stage"  # the second half of a sum over both
-    if part.elements <= SCALARS and (purpose in ("", "optimizer") or not axes <= _may(purpose)):
+    few = part.elements <= SCALARS and (purpose in ("", "optimizer") or not axes <= _may(purpose))
+    if few or part.elements == 1:  # one number in a combined call may bear the call's name
         purpose = "bookkeeping"
     if purpose == "bookkeeping" and part.elements > SCALARS:
         purpose = ""  # a norm or a metric is a number; this is what it is made from
