@@ -59,7 +59,7 @@ NORMS = ("blocks.norm1.scale", "blocks.norm2.scale", "head.norm.scale")
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a variant on a layout. `train` overrides fields of `TrainConfig`."""
+    """One row: a variant on a layout. `train` overrides fields of `TrainConfig` and of `ParallelConfig`."""
 
     variant: str
     mesh: str = "dp=1"

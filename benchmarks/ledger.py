@@ -5,6 +5,7 @@
 Prints a line a layout: missing and unexpected bytes, and the compiler's rewrites. Exits with 1 if any disagrees.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from jaxshard.commands.explain import explain_config
 
 def main() -> None:
     """Compares every layout on every target that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="+", help="such as h100:8 or v5e:2x4")
     bad = 0
-    for target in sys.argv[1:]:
+    for target in parser.parse_args().targets:
         for name, case in ALL.items():
             check = explain_config(case, target).check
             assert check is not None, name

@@ -9,6 +9,7 @@ executor's overhead is what is left. It is taken from the processor time of the 
 machine disturb less than the wall time. All cases take two sequences at a time.
 """
 
+import argparse
 import os
 import time
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def work(table: Schedule) -> float:
 
 def main() -> None:
     """Times every case and writes the table to the docs."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     header = ["mesh", "schedule", "M", "bubble", "wall", "processor", "against dp=4", "work of the table", "overhead"]
     rows = [header, ["---"] * len(header)]
     base = 0.0

@@ -33,6 +33,7 @@ from jaxshard.config.options import (
 from jaxshard.console import Console
 from jaxshard.errors import InputError, RunError, nearest
 from jaxshard.interrupt import raise_from_now
+from jaxshard.suggestions import suggest
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ def _refuse_others_options(command: Command, argv: list[str], names: set[str]) -
         name = token.removeprefix("--").partition("=")[0].replace("-", "_")
         for other in COMMANDS:
             if token.startswith("--") and name not in names and hasattr(other.options, name):
-                raise InputError(f"--{name} is an option of {other.name}, not of {command.name}")
+                instead = suggest(name, names, dashes="--")
+                raise InputError(f"--{name} is an option of {other.name}, not of {command.name}{instead}")
 
 
 def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, file: str | None) -> Config:

@@ -292,7 +292,8 @@ def _explain(message: str, options: list[Option]) -> str:
     if not key or not value or key[1] not in by_name:
         return " ".join(message.split())
     hint, text = by_name[key[1]].hint, " ".join(value[1].split())
-    return f"{key[1]} is {text!r}: it must be {describe(hint)}{_closest_value(text, hint)}"
+    said = "null" if text == "None" else repr(text)
+    return f"{key[1]} is {said}: it must be {describe(hint)}{_closest_value(text, hint)}"
 
 
 def _explain_unknown(token: str, by_name: dict[str, Option]) -> str:

@@ -182,6 +182,8 @@ def neighbours(search: Search, plan: Scored, expected: Expected = lambda scored:
             continue
         if not fits:
             yield f"{name}: does not fit (at least {gib(other.memory.total)} on a device)."
+        elif other.memory.host > host_limit(search.target):
+            yield f"{name}: needs {gib(other.memory.host)} of host memory for a device, more than there is."
         elif not search.timed:
             continue
         elif abs(other.seconds / plan.seconds - 1) < 0.0005:
@@ -203,7 +205,7 @@ def _neighbours(c: Candidate) -> Iterator[tuple[str, Matches]]:
     same = lambda other: other.shape == s
     for zero in (c.zero - 1, c.zero + 1):
         if 0 <= zero <= 3:
-            yield f"ZeRO-{zero} on this mesh", lambda o, zero=zero: same(o) and o.zero == zero
+            yield f"ZeRO-{zero} on this mesh", lambda o, zero=zero: o == replace(c, zero=zero)
     if c.remat in REMATS and c.remat != "none":
         weaker = REMATS[REMATS.index(c.remat) - 1]
         yield f"remat {weaker}", lambda o: same(o) and o.zero == c.zero and o.remat == weaker
