@@ -342,4 +342,4 @@ def test_the_layout_on_disk_is_as_documented(saved):
     name, shape, checksum = content["arrays"]["params.blocks.query"]
     assert (name, shape) == ("float32", [8, 4]) and int(checksum, 16) and len(checksum) == 16
     assert content["arrays"]["moments.0.mu.blocks.query"][:2] == ["float32", [8, 4]]
-    assert content.keys() == {"arrays", "meta", "checksum"}
+    assert content.keys() == {"step", "arrays", "meta", "checksum"}

@@ -14,11 +14,12 @@ import pytest
 
 from jaxshard.commands.cli import run
 from jaxshard.config import Config
+from jaxshard.config.file import record_checksum
 from jaxshard.errors import InputError
 from jaxshard.training import loop, start
 from jaxshard.training.checkpoint import Checkpoints, describe
 from jaxshard.training.place import go_back, place_to_go_on, said_of
-from jaxshard.training.saved import _checksum, doubts
+from jaxshard.training.saved import doubts
 
 ROOT = Path(__file__).parent.parent
 STATE = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=(64, 32)), jnp.float32) for i in range(3)}
@@ -69,13 +70,27 @@ def test_no_flipped_bit_falsifies_what_is_restored(saved, file):
     assert refused > 2
 
 
+def test_an_array_that_its_list_does_not_name_is_told(saved):
+    """A flipped bit there may turn one name into another; Orbax then leaves the place of the first one empty."""
+    path = saved.folder / "10" / "state" / "_METADATA"
+    path.write_bytes(path.read_bytes().replace(b"w1", b"wq"))
+    with pytest.raises(InputError, match=r"checkpoint 10 in .* is damaged"):
+        saved.restore(10, ABSTRACT)
+
+
+def test_a_checkpoint_under_another_name_is_refused(saved):
+    (saved.folder / "10").rename(saved.folder / "20")
+    with pytest.raises(InputError, match="it was saved as step 10, and its folder has another name since"):
+        saved.restore(20, ABSTRACT)
+
+
 def test_the_damaged_array_is_named_and_where_to_go_on(saved):
     sums = {array.path: array.checksum for array in describe(saved.folder, 10).arrays}
     meta = saved.folder / "10" / "meta" / "metadata"
     content = json.loads(meta.read_text())
     content["arrays"]["w1"][2] = "0" * 16
     del content["checksum"]
-    content["checksum"] = _checksum(content)
+    content["checksum"] = record_checksum(content)
     meta.write_text(json.dumps(content))
     with pytest.raises(InputError) as told:
         saved.restore(10, ABSTRACT)
@@ -91,6 +106,7 @@ def test_one_saved_without_checksums_is_restored_and_said(saved):
     meta.write_text(json.dumps(content))
     with pytest.raises(InputError, match="meta/metadata has changed"):
         describe(saved.folder, 10)
+    del content["step"]
     content["arrays"] = {path: row[:2] for path, row in content["arrays"].items()}
     meta.write_text(json.dumps(content))
     saved.restore(10, ABSTRACT)
@@ -161,17 +177,17 @@ def test_lost_checkpoints_are_not_a_new_run(saved, tmp_path):
     for step in (5, 10):
         (saved.folder / str(step) / "state" / "manifest.ocdbt").unlink()
     with pytest.raises(InputError, match=r"step 10, but .*/5 lacks state/manifest.ocdbt; .*/10 lacks .*--resume 0"):
-        place_to_go_on(tmp_path, saved, "required")
+        place_to_go_on(tmp_path, saved, "required", end=10)
     shutil.rmtree(saved.folder)
     with pytest.raises(InputError, match=r"saved step 10, but .*checkpoints is missing"):
-        place_to_go_on(tmp_path, saved, "auto")
-    assert place_to_go_on(tmp_path, saved, 0) is None
+        place_to_go_on(tmp_path, saved, "auto", end=10)
+    assert place_to_go_on(tmp_path, saved, 0, end=10) is None
     (tmp_path / ".newest_checkpoint").unlink()  # of a folder that was copied in part, say
     log(tmp_path, 1, 12)
     with pytest.raises(InputError, match=r"metrics.jsonl reaches step 12, but .*checkpoints is missing"):
-        place_to_go_on(tmp_path, saved, "required")
+        place_to_go_on(tmp_path, saved, "required", end=10)
     saved.note(None)  # Killed before its first checkpoint, it had none to lose.
-    assert place_to_go_on(tmp_path, saved, "required") is None
+    assert place_to_go_on(tmp_path, saved, "required", end=10) is None
 
 
 def test_what_is_passed_over_is_said(saved, tmp_path):
@@ -192,7 +208,7 @@ def test_going_back_overwrites_nothing(saved):
     assert "goes back to step 5" in said and saved.steps() == [5]
     assert {path.name for path in saved.folder.iterdir()} == {"5", "10.set_aside", "10.set_aside.2"}
     with pytest.raises(InputError, match="no complete checkpoint of step 10; there are 5"):
-        place_to_go_on(saved.folder.parent, saved, 10)
+        place_to_go_on(saved.folder.parent, saved, 10, end=10)
 
 
 # Whole runs.
@@ -258,3 +274,27 @@ def test_a_lost_run_is_refused_and_begins_again_when_asked(copied, monkeypatch, 
     monkeypatch.setattr(loop, "_finish", lambda *_: {})
     assert run(["--resume", "0", "--output", str(copied), "--train.steps", "1"]) == 0
     assert len(logged(copied, "metrics.dropped.jsonl")) == 5 and logged(copied) == [(1, False)]
+
+
+@pytest.mark.parametrize("options", [("--train.steps", "0"), ("--train.steps", "20", "--train.stop_after", "0")])
+def test_a_run_that_would_end_before_is_finished_and_left_as_it_is(copied, options, capsys):
+    before = (copied / "config.yaml").read_bytes()
+    assert run(["--resume", "--output", str(copied), "--optim.lr", "0.5", *options]) == 0
+    assert "is finished at step 4: nothing is trained" in capsys.readouterr().out
+    assert (copied / "config.yaml").read_bytes() == before and len(logged(copied)) == 5
+
+
+def test_a_run_does_not_go_back_to_beyond_its_end(copied, capsys):
+    assert run(["--resume", "4", "--train.steps", "3", "--output", str(copied)]) == 2
+    assert "--resume 4: the run would end before, at step 3" in capsys.readouterr().err
+    assert Checkpoints(copied / "checkpoints").steps() == [2, 4]
+
+
+def test_a_changed_digit_and_a_foreign_line_are_told(copied, capsys):
+    file, log = copied / "config.yaml", copied / "metrics.jsonl"
+    text = file.read_text()
+    assert "weight_decay: 0.1\n" in text
+    file.write_text(text.replace("weight_decay: 0.1\n", "weight_decay: 0.7\n"))
+    log.write_bytes(log.read_bytes() + b'{"step": "x"}\n{"step": null}\n')
+    assert run(["--resume", "--output", str(copied)]) == 0
+    assert "changed since: optim.weight_decay 0.1 -> 0.7" in capsys.readouterr().out

@@ -16,13 +16,12 @@ from jaxshard.commands import train
 from jaxshard.commands.cli import run, understand
 from jaxshard.commands.generate import _other_tokenizer
 from jaxshard.config import Config, DataConfig, LogConfig, ParallelConfig, TrainConfig
-from jaxshard.config.file import load_run, run_to_yaml, saved_values
+from jaxshard.config.file import load_run, record_checksum, run_to_yaml, saved_values
 from jaxshard.data import build, load_tokenizer, with_whole_paths
 from jaxshard.data.corpus import read_documents
 from jaxshard.errors import InputError
 from jaxshard.training import loop
 from jaxshard.training.program import Program
-from jaxshard.training.saved import _checksum
 from jaxshard.training.start import write_config
 
 MODEL = ["--model.family", "llama", "--model.d_model", "8", "--model.n_layers", "1", "--model.n_heads", "2"]
@@ -80,7 +79,7 @@ def resign(folder: Path, change: Callable[[str], str]) -> None:
     meta = folder / "checkpoints" / "100" / "meta" / "metadata"
     record = json.loads(change(meta.read_text()))
     del record["checksum"]
-    meta.write_text(json.dumps(record | {"checksum": _checksum(record)}))
+    meta.write_text(json.dumps(record | {"checksum": record_checksum(record)}))
 
 
 def without(*names: str) -> Callable[[str], str]:
@@ -377,3 +376,16 @@ def test_what_stands_in_the_way_of_an_output_folder_is_named(tmp_path, monkeypat
     monkeypatch.setattr("os.access", lambda *_: False)
     assert run([*TINY, "--output", str(tmp_path / "new" / "run")]) == 2
     assert f"this user may not write into {tmp_path};" in capsys.readouterr().err
+
+
+def test_a_lost_configuration_is_restored_from_a_record_that_is_whole(copied, capsys):
+    (copied / "config.yaml").unlink()
+    meta = copied / "checkpoints" / "100" / "meta" / "metadata"
+    whole = meta.read_text()
+    record = json.loads(whole)
+    record["meta"]["config"]["optim"]["lr"] = 7.0
+    meta.write_text(json.dumps(record))
+    assert "There is no copy of it" in refused(copied, capsys)
+    meta.write_text(whole)
+    assert run(resumed(copied)) == 2
+    assert f"What checkpoint 100 recorded is in {copied / 'config.from-100.yaml'}" in capsys.readouterr().err

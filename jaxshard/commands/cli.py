@@ -240,11 +240,12 @@ def _with_saved(base: Config, needs: SavedRun, command: Command, folder: Path, f
     more than name the run. `train --resume --config FILE` keeps to the file: the user states the run in full.
     """
     saved = folder / "config.yaml"
-    if needs == "if there" and not saved.is_file():
+    lost = not saved.is_file() and (folder / "checkpoints").is_dir() and command.name == "train"
+    if needs == "if there" and not saved.is_file() and not lost:
         return base
     if file and command.name != "train" and folder != Path(base.output or f"runs/{Path(file).stem}"):
         raise InputError(f"--output {folder} and --config {file} name two runs; {command.name} takes one of them")
-    if not saved.is_file():
+    if not saved.is_file() and not lost:
         raise InputError(f"{folder} holds no run (there is no {saved}){_runs_beside(folder)}")
     return base if file and command.name == "train" else load_run(saved)
 

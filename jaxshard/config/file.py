@@ -7,6 +7,7 @@ defaults of what is missing, and the run would go on as another one. Its last li
 import json
 import re
 import textwrap
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def saved_values(config: Config) -> dict[str, Any]:
     return _nested(instantiate(config, defaults_of(ONE_RUN)))
 
 
+def from_values(values: dict[str, Any]) -> Config:
+    """Returns the configuration that `saved_values` was made of.
+
+    Raises:
+      InputError: an option does not exist any more, or has another type.
+    """
+    options = options_of(Config())
+    return instantiate(Config(), parse_mapping(make_parser(options), options, values))
+
+
+def record_checksum(record: dict[str, Any]) -> str:
+    """Eight hexadecimal digits of what a checkpoint records as JSON, without its own "checksum"."""
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
+
+
 def run_to_yaml(values: dict[str, Any]) -> str:
     """Returns what `load_run` reads: the values as YAML, with a last line that tells a file that was cut."""
     count = sum(len(value) if isinstance(value, dict) else 1 for value in values.values())
@@ -104,7 +120,10 @@ def _restore(path: Path) -> str:
     for step in sorted(records, reverse=True):
         file = path.with_name(f"config.from-{step}.yaml")
         try:
-            values = json.loads(records[step].read_text(encoding="utf-8"))["meta"]["config"]
+            record = json.loads(records[step].read_text(encoding="utf-8"))
+            if record.pop("checksum", None) != record_checksum(record):
+                continue
+            values = record["meta"]["config"]
             file.write_text(run_to_yaml(values), encoding="utf-8")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # A checkpoint that is damaged too, or older than this record.

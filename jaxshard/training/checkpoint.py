@@ -108,7 +108,7 @@ class Checkpoints:
             )
         flat = _flatten(state)
         json.dumps(dict(meta))  # What is no JSON is told here and not by a thread.
-        beside = content(_summed(flat, _padded_paths(state, axes, sizes or {})), meta)
+        beside = content(step, _summed(flat, _padded_paths(state, axes, sizes or {})), meta)
         self._instead_of = instead_of
         self._pending = step, sum(x.nbytes for x in flat.values())
         with self._clear_errors():
@@ -192,11 +192,13 @@ class Checkpoints:
         except Exception as error:
             # Orbax wraps what it meets while it reads an array's numbers, and nothing else, in a bare Exception.
             met = error.__cause__ if type(error) is Exception else error
-            if not isinstance(met, (OSError, ValueError, KeyError)):
+            if not isinstance(met, (OSError, ValueError, KeyError, TypeError, AttributeError)):
                 raise
             raise damaged(self.folder, step, met) from error
         finally:
             reader.close()
+        if unread := [path for path in wanted if not isinstance(flat.get(path), jax.Array)]:
+            raise damaged(self.folder, step, ValueError(f"{', '.join(unread[:3])}: not in its arrays, but in its list"))
         self._verify(found, flat, resized)
         return jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted]), found.meta
 

@@ -81,8 +81,13 @@ class Run:
     @property
     def end(self) -> int:
         """Step at which this run ends."""
-        train = self.config.train
-        return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
+        return end_of(self.config)
+
+
+def end_of(config: Config) -> int:
+    """Step at which a run of this configuration ends."""
+    train = config.train
+    return train.steps if train.stop_after is None else min(train.steps, train.stop_after)
 
 
 def run(
@@ -122,7 +127,7 @@ def run(
         saved = stack.enter_context(checkpoints(config))
         place = None
         if resume is not None:
-            place = place_to_go_on(folder, saved, resume)
+            place = place_to_go_on(folder, saved, resume, end_of(config))
             _check_resume(program, dataset, saved, place, allow_changed_data, console)
             _show_resume(config, folder, saved, place, console)
         stack.enter_context(explained(program, foresight))
@@ -134,12 +139,12 @@ def run(
         rows = rows_before(saved.folder, start, folder / CONFIG_FILE) if start else 0
         opened = (config, program, dataset, folder, saved, metrics, Evaluator(program, dataset), console, foresight)
         parts = Run(*opened, *foresight.arithmetic(program), row_of_step_0=rows - start * config.train.global_batch)
-        finished = 0 < parts.end <= start
+        finished = start > 0 and parts.end <= start
+        if not finished or isinstance(resume, int):  # options of a run that has ended are not used
+            write_config(config, folder, start)
         if finished and not _lacks_evaluation(parts, start):
             console.line(_finished(parts, start))
             return {"step": start, "output": str(folder)}
-        if not finished or isinstance(resume, int):  # options of a run that has ended are not used
-            write_config(config, folder, start)
         if finished or request:
             return _finish(parts, state, start, start, request, began)
         compiled = _compile(program, forecast, console)
@@ -175,8 +180,8 @@ def _finished(parts: Run, step: int) -> str:
     what = "train.steps" if train.stop_after is None or train.steps <= step else "train.stop_after"
     now = train.steps if what == "train.steps" else train.stop_after
     return (
-        f"{parts.folder} is finished at step {step}, and left as it is; to go on, raise --{what} (now {now}) "
-        f"above {step}"
+        f"{parts.folder} is finished at step {step}: nothing is trained; to go on, raise --{what} (now {now}) above "
+        f"{step}"
     )
 
 
@@ -185,7 +190,8 @@ def _check_resume(
 ) -> None:
     """Says where the run goes on; refuses another model, and other data unasked."""
     if place is None:
-        console.line("the run has no complete checkpoint to go on from: it begins at step 0")
+        there = "begins again" if saved.steps() else "has no complete checkpoint to go on from: it begins"
+        console.line(f"the run {there} at step 0")
         return
     check_same_model(program, saved, place)
     if said := check_same_data(dataset, program.config.train.seed, saved.folder, place, allowed):
@@ -197,7 +203,7 @@ def _show_resume(config: Config, folder: Path, saved: Checkpoints, place: int | 
     """Says what is passed over in the folder, and what is no longer as it was."""
     for said in said_of(folder, saved, place):
         console.warn(said)
-    for change in changes_since(config, folder):
+    for change in changes_since(config, folder, place):
         console.line(f"changed since: {change}")
 
 

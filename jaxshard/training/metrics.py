@@ -185,9 +185,10 @@ def _move_beyond(path: Path, step: int) -> None:
 
 def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
+    return step if isinstance(step, (int, float)) else math.inf
 
 
 class TensorBoardWriter:

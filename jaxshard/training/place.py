@@ -12,19 +12,23 @@ RECORD_FILE = ".newest_checkpoint"
 _SET_ASIDE = "set_aside"
 
 
-def place_to_go_on(folder: Path, saved: Checkpoints, resume: str | int) -> int | None:
+def place_to_go_on(folder: Path, saved: Checkpoints, resume: str | int, end: int) -> int | None:
     """Returns the step of the checkpoint that a run goes on from, None to begin at step 0.
 
     Args:
         folder: of the run.
         saved: its checkpoints.
         resume: "required" or "auto" for the newest, or a step; 0 begins again where there is no such checkpoint.
+        end: step at which the run ends.
 
     Raises:
-        InputError: there is no checkpoint of that step, or none at all although the run has made progress.
+        InputError: there is no checkpoint of that step, or none at all although the run has made progress; or the run
+            would end before the step that it is to go back to.
     """
     steps = saved.steps()
     if isinstance(resume, int):
+        if resume > end:
+            raise InputError(f"--resume {resume}: the run would end before, at step {end}; raise --train.steps")
         if resume in steps:
             return resume
         if resume == 0:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxshard.config.file import record_checksum
 from jaxshard.errors import InputError, nearest
 
 _PARTS = ("state/_METADATA", "state/manifest.ocdbt", "meta/metadata")
@@ -103,15 +103,11 @@ def doubts(folder: Path, step: int) -> list[str]:
     return said
 
 
-def content(arrays: Mapping[str, SavedArray], meta: Mapping[str, Any]) -> dict[str, Any]:
+def content(step: int, arrays: Mapping[str, SavedArray], meta: Mapping[str, Any]) -> dict[str, Any]:
     """What is written as JSON beside the arrays."""
     rows = {path: [x.dtype, list(x.shape), *filter(None, (x.checksum, x.unpadded))] for path, x in arrays.items()}
-    body = {"arrays": rows, "meta": dict(meta)}
-    return body | {"checksum": _checksum(body)}
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+    body = {"step": step, "arrays": rows, "meta": dict(meta)}
+    return body | {"checksum": record_checksum(body)}
 
 
 def describe(folder: Path, step: int | None = None) -> Description:
@@ -139,8 +135,10 @@ def describe(folder: Path, step: int | None = None) -> Description:
         body = {name: value for name, value in saved.items() if name != "checksum"}
         # One without any checksum was saved before there were some.
         summed = any(array.checksum for array in arrays) or saved.keys() != {"arrays", "meta"}
-        if summed and saved.get("checksum") != _checksum(body):
+        if summed and saved.get("checksum") != record_checksum(body):
             raise ValueError("meta/metadata has changed since it was written (its checksum differs)")
+        if saved.get("step", step) != step:
+            raise ValueError(f"it was saved as step {saved['step']}, and its folder has another name since")
         return Description(step, arrays, saved["meta"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, step, error) from error

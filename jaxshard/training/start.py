@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import jax
 
 from jaxshard.config import ONE_RUN, Config
-from jaxshard.config.file import load_run, run_to_yaml, saved_values
+from jaxshard.config.file import from_values, load_run, run_to_yaml, saved_values
 from jaxshard.config.options import options_of
 from jaxshard.data import Dataset, build, check_vocabulary, with_whole_paths
 from jaxshard.errors import InputError, obstacle
@@ -232,16 +232,22 @@ def check_same_model(program: Program, saved: Checkpoints, step: int) -> None:
         raise InputError(f"--resume: {what}; drop the option, or start another run in another --output")
 
 
-def changes_since(config: Config, folder: Path) -> list[str]:
-    """What differs from the run's configuration so far, as "train.seed 0 -> 5", the output folder left out."""
+def changes_since(config: Config, folder: Path, place: int | None) -> list[str]:
+    """What differs from the run's configuration so far, as "train.seed 0 -> 5", the output folder left out.
+
+    The configuration so far is what the checkpoint of step `place` recorded, so that a change within the file is told
+    too; without one it is the file.
+    """
     path = folder / CONFIG_FILE
     if not path.exists():
         return []
+    recorded = None if place is None else describe(folder / "checkpoints", place).meta.get("config")
     flat = lambda c: {option.name: option.default for option in options_of(c)}
     try:
-        before, now, left_out = flat(load_run(path)), flat(config), {"output", *ONE_RUN}
+        before, now = flat(load_run(path) if recorded is None else from_values(recorded)), flat(config)
     except InputError:  # The user has stated the run in full, which is what helps against this.
         return [f"{path}, which was damaged, is written anew"]
+    left_out = {"output", *ONE_RUN}
     return [
         f"{name} {before[name]} -> {now[name]}" for name in now if name not in left_out and before[name] != now[name]
     ]
