@@ -234,6 +234,20 @@ def test_speed_is_of_targets_and_of_training_alone(monkeypatch):
     assert [figures["tokens_per_second"] for figures in shown] == [None] + [5.0] * 9
 
 
+def test_a_step_that_ends_within_its_call_is_timed_by_that():
+    """On a CPU: fetched one after the other at the end, two updates of 4 seconds would look like one of no time."""
+    clock = Clock()
+    speed = Throughput(clock=clock)
+    done = []
+    for _ in range(3):
+        clock.now += 4
+        done.append(speed.now())
+    for time in done:
+        clock.now += 0.001
+        speed.add(20, time)
+    assert speed.tokens_per_second == 5.0
+
+
 def test_mfu():
     assert mfu(1000.0, 6e9, 12e12) == 0.5
     assert mfu(None, 6e9, 12e12) is None and mfu(1000.0, 6e9, None) is None

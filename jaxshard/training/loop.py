@@ -237,7 +237,7 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
     """Runs updates until the end or a stop request; returns the state and the step reached."""
     config, program, end = parts.config, parts.program, parts.end
     batches = iter(TrainLoader(parts.dataset, config.train.global_batch, config.train.seed, parts.rows(start)))
-    pending: tuple[int, dict[str, jax.Array]] | None = None
+    pending: tuple[int, dict[str, jax.Array], float | None] | None = None
     step = start
     with ExitStack() as stack:
         stack.callback(batches.close)  # type: ignore[attr-defined]
@@ -247,10 +247,12 @@ def run_steps(parts: Run, compiled, state: TrainState, start: int, request: Stop
             profile(step + 1)
             state, metrics = compiled(state, program.place(next(batches), config.parallel.accumulation))
             step += 1
+            # Where calling the step runs it to its end, as CPUs may, this is when it was finished, and not the fetch.
+            done = parts.throughput.now() if all(x.is_ready() for x in metrics.values()) else None
             parts.saved.poll()
             if pending is not None:
                 _record(parts, progress, *pending)
-            pending = (step, metrics)
+            pending = (step, metrics, done)
             saves = _due(step, config.checkpoint.every) and step < end
             evaluates = _due(step, config.eval.every) and step < end and parts.evaluator.possible
             if saves or evaluates:
@@ -316,14 +318,16 @@ def _evaluate(parts: Run, step: int, state: TrainState) -> dict[str, float | int
     return result
 
 
-def _record(parts: Run, progress, step: int, metrics: dict[str, jax.Array]) -> dict[str, Any]:
-    """Fetches the metrics of a finished step, shows them, logs them when due, and returns them."""
+def _record(
+    parts: Run, progress, step: int, metrics: dict[str, jax.Array], done: float | None = None
+) -> dict[str, Any]:
+    """Fetches the metrics of a step, finished at `done` or with the fetch; shows, logs when due, and returns them."""
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     if not parts.program.layout.policy.scaled:
         del values["loss_scale"]
     if said := parts.skips.add(values):
         parts.console.warn(f"step {step}: {said}")
-    parts.throughput.add(values["tokens"])
+    parts.throughput.add(values["tokens"], done)
     speed = parts.throughput.tokens_per_second
     used = mfu(speed, parts.flops_per_token, parts.peak_flops)
     progress.update(step, loss=values["loss"], tokens_per_second=speed, mfu=used)

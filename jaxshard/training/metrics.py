@@ -281,9 +281,13 @@ class Throughput:
         self._clock = clock
         self._last: float | None = None
 
-    def add(self, tokens: int) -> None:
-        """Notes that `tokens` more tokens have been trained on."""
-        now = self._clock()
+    def now(self) -> float:
+        """The time on this clock, to be handed to `add`."""
+        return self._clock()
+
+    def add(self, tokens: int, finished: float | None = None) -> None:
+        """Notes that `tokens` more tokens have been trained on, by now or at the time when that was known first."""
+        now = self._clock() if finished is None else finished
         if self._last is not None:
             self._spans.append((now - self._last, tokens))
         self._last = now
