@@ -149,7 +149,9 @@ def test_logits_that_are_gathered(monkeypatch):
     logits = ("batch", "sequence", "vocab")
     constrain_otherwise(monkeypatch, logits, ("batch", "sequence", None))
     reasons = unexpected(program_for(config("dp=4,tp=2", precision="fp32"), CPU))
-    assert any("the loss is not vocabulary-parallel" in reason for reason in reasons), reasons
+    # Newer compilers gather the head's weight instead, which comes to the same.
+    said = ("the loss is not vocabulary-parallel", "head.out (or its gradient) travels over tp")
+    assert any(words in reason for words in said for reason in reasons), reasons
 
 
 def test_a_parameter_that_stays_whole():
