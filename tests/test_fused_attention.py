@@ -64,7 +64,7 @@ def short_bands(monkeypatch):
         monkeypatch.setattr(fused_attention, name, value)
 
 
-@pytest.mark.parametrize("kernel", [_plain, batchable(_plain)])
+@pytest.mark.parametrize("kernel", [pytest.param(_plain, marks=pytest.mark.slow), batchable(_plain)])
 def test_bands_give_the_values_and_gradients_of_the_whole_mask(kernel, short_bands):
     arrays = _rows(28, 2, 3)  # stages, batch; the last band is half as long
     banded = lambda *arrays: within_documents(kernel, *arrays)
