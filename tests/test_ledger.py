@@ -149,8 +149,9 @@ def test_logits_that_are_gathered(monkeypatch):
     logits = ("batch", "sequence", "vocab")
     constrain_otherwise(monkeypatch, logits, ("batch", "sequence", None))
     reasons = unexpected(program_for(config("dp=4,tp=2", precision="fp32"), CPU))
-    # Newer compilers gather the head's weight instead, which comes to the same.
-    said = ("the loss is not vocabulary-parallel", "head.out (or its gradient) travels over tp")
+    said = ["the loss is not vocabulary-parallel"]
+    if jax.__version_info__ > (0, 10, 2):  # newer compilers may gather the head's weight instead of the logits
+        said.append("head.out (or its gradient) travels over tp")
     assert any(words in reason for words in said for reason in reasons), reasons
 
 

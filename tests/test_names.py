@@ -33,12 +33,12 @@ def test_gathers_and_reductions_bear_their_weights_path():
     assert text is not None
     of = lambda kind: re.findall(rf' {kind}\(.*op_name="([^"]*)"', text)
     gathers, sums = of("all-gather"), of("all-reduce")
+    newer = jax.__version_info__ > (0, 10, 2)  # what is gathered straight from an argument is named after that
     for path in weight_paths(program.model.weights):
-        # Newer versions name what is gathered straight from an argument after the argument.
         argument = "state.params" + "".join(rf"[\'{part}\']" for part in path.split("."))
-        mine = [name for name in gathers if f"weight_gather/{path}" in name or name == argument]
+        mine = [name for name in gathers if f"weight_gather/{path}" in name or (newer and name == argument)]
         assert any("transpose(" not in name for name in mine), path
         if path.startswith("blocks") and "norm" not in path:
             assert any("rematted_computation" in name for name in mine), path
             assert any(f"{path}/weight_grad" in name for name in sums), path
-    assert all("weight_gather/" in name or name.startswith("state.params") for name in gathers)
+    assert all("weight_gather/" in name or (newer and name.startswith("state.params")) for name in gathers)

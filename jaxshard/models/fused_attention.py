@@ -67,6 +67,7 @@ def _banded(kernel: Kernel) -> Kernel:
     """
 
     def band(start: int, stop: int, q, k, v, segments):
+        """Attention [B, stop - start, H, D] of these queries to the keys up to their own end."""
         q, k, v = q[:, start:stop], *(a[:, :stop].astype(q.dtype) for a in (k, v))
         # Masks are the same for all layers: jax makes before the loop over them, and keeps, all that does not depend
         # on what a layer computes, constants of a mask's size too. So all of it has to depend on the queries.
@@ -78,6 +79,7 @@ def _banded(kernel: Kernel) -> Kernel:
         return kernel(q, k, v, jnp.where(same & (order[start:, None] >= order), seen, hidden))
 
     def whole(q, k, v, segments):
+        """Attention [B, T, H, D], band after band."""
         T, size = q.shape[1], band_size(q.shape[1])
         # Each band adds to the gradient of the keys before it: in fp32, so that the sum of many is as exact as one.
         k, v = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (k, v))

@@ -283,6 +283,7 @@ def _profiler(parts: Run) -> Iterator[Callable[[int], None]]:
     running = False
 
     def before(step: int) -> None:
+        """Starts or ends the trace where it is due."""
         nonlocal running
         if step == first:
             jax.profiler.start_trace(str(parts.folder / "profile"))
